@@ -1,0 +1,1 @@
+"""Paradis: parameter servers and dispatchers, kept apart, for PyTorch."""

@@ -1,0 +1,1 @@
+"""The control plane: messages over long-lived gRPC streams."""

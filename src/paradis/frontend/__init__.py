@@ -1,0 +1,1 @@
+"""What the training script touches: the wrapped optimizer and its hooks."""

@@ -1,0 +1,1 @@
+"""Pure torch: tensors in, tensors out; no clock, no IO, no knowledge of core."""

@@ -1,0 +1,1 @@
+"""What a person can see: log records and counters."""

@@ -1,0 +1,1 @@
+"""The real driver: sockets, threads, clocks and processes around the pure roles."""

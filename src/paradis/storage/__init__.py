@@ -1,0 +1,1 @@
+"""What survives a process: the metadata store and checkpoints."""

@@ -1,0 +1,1 @@
+"""The data plane: framed messages over memory, Unix sockets and TCP."""

@@ -1,0 +1,1 @@
+"""What travels: messages, and the frame that carries them; bytes only, no sockets."""

@@ -1,0 +1,529 @@
+"""Every message of Paradis, one frozen struct each, with its direction.
+
+Data messages travel as frames (`wire/frame.py`): the fields named in ``HEADER_FIELDS`` go into the
+fixed header, further fields into a small msgpack section, tensors into the payload. Control
+messages travel as msgpack over gRPC and never carry a tensor. Nothing here can run code.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+Scalar = bool | int | float | str | None
+Options = dict[str, Scalar | list[float]]
+"""Hyper-parameters of one parameter group: every key of the torch group except ``params``."""
+
+HEADER_FIELDS = (
+    "generation",
+    "group",
+    "shard",
+    "chunk",
+    "step",
+    "version",
+    "worker",
+    "incarnation",
+    "sequence",
+    "revision",
+)
+
+
+class DataMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Header fields common to all frames.
+
+    Attributes:
+        group: number of the ``wrap`` call the shard belongs to.
+        chunk: unit of transfer inside a shard; 0, a shard travels in one chunk.
+        worker: rank of the worker, or index of the dispatcher for a rack's sum.
+        revision: how often the sender has replaced its gradient of this (shard, step).
+    """
+
+    KIND: ClassVar[int] = 0
+
+    generation: int = 0
+    group: int = 0
+    shard: int = 0
+    chunk: int = 0
+    step: int = 0
+    version: int = 0
+    worker: int = 0
+    incarnation: int = 0
+    sequence: int = 0
+    revision: int = 0
+
+
+class Hello(DataMessage, frozen=True, kw_only=True):
+    """Connecting node -> accepting node, answering `Challenge`. First frame of its sender."""
+
+    KIND: ClassVar[int] = 1
+    node: str
+    proof: bytes
+
+
+class Challenge(DataMessage, frozen=True, kw_only=True):
+    """Accepting node -> connecting node: random bytes to prove the job token over."""
+
+    KIND: ClassVar[int] = 2
+    nonce: bytes
+
+
+class Push(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient."""
+
+    KIND: ClassVar[int] = 3
+
+
+class RackPush(DataMessage, frozen=True, kw_only=True):
+    """Rack agent -> server: the sum over the rack's workers. Payload: sum.
+
+    Attributes:
+        included: (rank, revision) of every gradient in the sum, in worker order.
+    """
+
+    KIND: ClassVar[int] = 4
+    included: tuple[tuple[int, int], ...]
+
+
+class PushAck(DataMessage, frozen=True, kw_only=True):
+    """Receiver -> pusher: the push (shard, step, revision) is held; and credit given back.
+
+    Attributes:
+        credit: bytes the pusher may send again. An ack with ``shard`` -1 only carries credit.
+        sequence: cumulative count of credited bytes, so that lost or repeated acks do no harm.
+    """
+
+    KIND: ClassVar[int] = 5
+    credit: int = 0
+
+
+class Resend(DataMessage, frozen=True, kw_only=True):
+    """Receiver -> pusher: the sum of (shard, step) was void; push your gradient again.
+
+    Attributes:
+        direct: push to the server itself, not through the rack agent.
+    """
+
+    KIND: ClassVar[int] = 6
+    direct: bool = False
+
+
+class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker's ``step()`` decided.
+
+    Attributes:
+        revisions: shard -> revision that counts, where it is not 0.
+        present: bit i (little-endian) tells whether parameter i of the group has a gradient.
+        options: hyper-parameters per parameter group, the one source of truth for this step.
+        found_inf: this worker's GradScaler saw an overflow: nobody applies the step.
+        clip: factor for the mean gradient; 1.0 when not clipped.
+        changed: shard -> digest per segment, where the script changed values since the last update.
+    """
+
+    revisions: dict[int, int]
+    present: bytes
+    options: list[Options]
+    found_inf: bool = False
+    clip: float = 1.0
+    changed: dict[int, list[int]] = {}
+
+
+class Commit(DataMessage, frozen=True, kw_only=True):
+    """Worker -> every server with shards of the group, and its rack agent: ``step()`` was called."""
+
+    KIND: ClassVar[int] = 7
+    commit: StepCommit
+
+
+class Update(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker, or rack agent -> worker: the shard at ``version``. Payload: new value.
+
+    Attributes:
+        unchanged: no payload, the value is that of ``version - 1``.
+        found_inf: the step was skipped because some worker's scaler saw an overflow.
+    """
+
+    KIND: ClassVar[int] = 8
+    unchanged: bool = False
+    found_inf: bool = False
+
+
+class Pull(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: send the shard when it has at least ``version``."""
+
+    KIND: ClassVar[int] = 9
+
+
+class Assign(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: here are the shard's values. Payload: sections in the order of ``keys``.
+
+    Attributes:
+        keys: ``value`` and names of optimizer state with one entry per element.
+        dtypes: dtype of each section.
+        scalars: segment index -> {name: number} of per-parameter state such as ``step``.
+        at_step: True: replaces the value within step ``step`` once all commits agree on it.
+    """
+
+    KIND: ClassVar[int] = 10
+    keys: tuple[str, ...] = ("value",)
+    dtypes: tuple[str, ...] = ()
+    scalars: dict[int, dict[str, float]] = {}
+    at_step: bool = False
+
+
+class AssignAck(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker: the assignment is held."""
+
+    KIND: ClassVar[int] = 11
+
+
+class PullState(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: send value and optimizer state of the shard at ``version``."""
+
+    KIND: ClassVar[int] = 12
+
+
+class State(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker: answer to `PullState`. Payload: sections in the order of ``keys``."""
+
+    KIND: ClassVar[int] = 13
+    keys: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    scalars: dict[int, dict[str, float]] = {}
+
+
+class NormRequest(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: square sums of the mean gradient of ``step``, please.
+
+    Carries what counts so far, as a commit does, but commits nothing.
+    """
+
+    KIND: ClassVar[int] = 14
+    commit: StepCommit
+
+
+class Norms(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker: shard -> square sum (float64) of the mean gradient of ``step``."""
+
+    KIND: ClassVar[int] = 15
+    squares: dict[int, float]
+
+
+class Snapshot(DataMessage, frozen=True, kw_only=True):
+    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint."""
+
+    KIND: ClassVar[int] = 16
+    checkpoint: str
+
+
+class SnapshotAck(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker 0: copied; training may go on while the files are written."""
+
+    KIND: ClassVar[int] = 17
+    checkpoint: str
+
+
+class Refusal(DataMessage, frozen=True, kw_only=True):
+    """Server or rack agent -> worker: the step cannot be done; error class and text."""
+
+    KIND: ClassVar[int] = 18
+    error: str
+    text: str
+
+
+class Stale(DataMessage, frozen=True, kw_only=True):
+    """Receiver -> sender: your ``generation`` is not mine; ``version`` carries mine.
+
+    The frame (shard, step, revision) was dropped and must be sent again in the new view.
+    """
+
+    KIND: ClassVar[int] = 19
+
+
+DATA_MESSAGES: tuple[type[DataMessage], ...] = (
+    Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
+    PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- control plane
+
+
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Root of the messages on the gRPC streams. The tag is the class name."""
+
+
+class Join(ControlMessage, frozen=True, kw_only=True):
+    """Node -> leader, first message of its stream (the job token travels as call metadata).
+
+    Attributes:
+        node: wanted name; an empty name asks for the next free one of ``role``.
+        addresses: data-plane addresses the node listens on (servers, dispatchers).
+        capability: CPU capability, threads and torch version, compared among servers.
+    """
+
+    node: str
+    role: str
+    host: str
+    pid: int
+    rack: str = ""
+    addresses: tuple[str, ...] = ()
+    capability: dict[str, str] = {}
+
+
+class Welcome(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> node: joined.
+
+    Attributes:
+        settings: the job's settings that every node must agree on (numbers in SI units, strings).
+    """
+
+    node: str
+    incarnation: int
+    generation: int
+    job: str
+    world_size: int
+    settings: dict[str, Scalar]
+
+
+class Refused(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> node: what you asked is refused; error class and text."""
+
+    error: str
+    text: str
+
+
+class ParameterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One named tensor of a model, as registered.
+
+    Attributes:
+        options_group: index of its parameter group; -1 for a buffer.
+        trainable: ``requires_grad`` when registered.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    options_group: int
+    trainable: bool = True
+
+
+class Register(ControlMessage, frozen=True, kw_only=True):
+    """Worker -> leader: the parameters of one ``wrap`` call (or of a later ``add_param_group``)."""
+
+    rank: int
+    group: int
+    part: int
+    parameters: tuple[ParameterSpec, ...]
+    optimizer: str
+    options: list[Options]
+    step: int = 0
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A piece of one parameter inside a shard; all numbers in elements.
+
+    Attributes:
+        parameter: index within the group, over all parts in order.
+        offset: first element, in the parameter's memory order.
+        start: first element inside the shard.
+    """
+
+    parameter: int
+    offset: int
+    length: int
+    start: int
+
+
+class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard: who owns it and what it is made of. ``priority`` is its place in admission order."""
+
+    shard: int
+    server: str
+    dtype: str
+    length: int
+    segments: tuple[Segment, ...]
+    options_group: int
+    priority: int
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether the shard holds module buffers, which no optimizer updates."""
+        return self.options_group < 0
+
+
+class Plan(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> servers, rack agents, then workers: the shards of one registered part.
+
+    Attributes:
+        parameters: specs of this part; segment indices start at ``first_parameter``.
+        step: step (= version) at which the new shards start.
+        restore: directory of the checkpoint the servers load from, or empty.
+        restored: what the checkpoint says of groups: options to take over, and step.
+    """
+
+    generation: int
+    group: int
+    part: int
+    first_parameter: int
+    parameters: tuple[ParameterSpec, ...]
+    optimizer: str
+    options: list[Options]
+    shards: tuple[ShardPlan, ...]
+    step: int
+    restore: str = ""
+
+
+class PlanReady(ControlMessage, frozen=True, kw_only=True):
+    """Server or rack agent -> leader: the plan is in force here."""
+
+    generation: int
+    group: int
+    part: int
+
+
+class View(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> all nodes: membership at a generation, before any plan that needs it.
+
+    Attributes:
+        members: ranks that take part.
+        left: rank -> number of steps it finished per group, for ranks that left early.
+        tree: logical groups of ranks, in order: the canonical reduction, fixed at job start.
+        addresses: node -> data-plane addresses.
+        racks: rack name -> (rack agent or "", ranks in worker order).
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    left: dict[int, dict[int, int]]
+    tree: tuple[tuple[int, ...], ...]
+    addresses: dict[str, tuple[str, ...]]
+    racks: dict[str, tuple[str, tuple[int, ...]]]
+
+
+class ViewReady(ControlMessage, frozen=True, kw_only=True):
+    """Server or rack agent -> leader: the view is in force here."""
+
+    generation: int
+
+
+class Leave(ControlMessage, frozen=True, kw_only=True):
+    """Worker -> leader: I am done. ``steps`` is the number of finished steps per group."""
+
+    node: str
+    steps: dict[int, int]
+
+
+class NodeExited(ControlMessage, frozen=True, kw_only=True):
+    """Host agent -> leader: a process ended. ``code`` as in subprocess; text for the user."""
+
+    node: str
+    code: int
+    text: str = ""
+
+
+class Beat(ControlMessage, frozen=True, kw_only=True):
+    """Host agent, or a node without one -> leader: these nodes are alive."""
+
+    nodes: tuple[str, ...]
+
+
+class Announcement(ControlMessage, frozen=True, kw_only=True):
+    """Leader or server (by the leader) -> host agents: a line for the user. Levels as in logging."""
+
+    level: str
+    text: str
+
+
+class Failed(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> all, or node -> leader: the job cannot go on; error class and text."""
+
+    error: str
+    text: str
+
+
+class Shutdown(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> servers, dispatchers, host agents: the job is over, drain and end."""
+
+    reason: str
+
+
+class Report(ControlMessage, frozen=True, kw_only=True):
+    """Node -> leader: counters since its start (``observe/metrics.py``)."""
+
+    node: str
+    counters: dict[str, float]
+
+
+class Summary(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> host agents at the end: the last counters of every node."""
+
+    nodes: dict[str, dict[str, float]]
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor in a checkpoint file: a run of elements of one parameter.
+
+    Attributes:
+        key: ``value`` or the name of an optimizer state.
+        tensor: name inside the file.
+        checksum: xxh3_64 of the raw bytes, as 16 hex digits.
+    """
+
+    parameter: str
+    key: str
+    offset: int
+    length: int
+    dtype: str
+    file: str
+    tensor: str
+    checksum: str
+
+
+class Saved(ControlMessage, frozen=True, kw_only=True):
+    """Server -> leader: this server's part of the checkpoint is on disk.
+
+    Attributes:
+        scalars: parameter name -> {state name: number}.
+    """
+
+    node: str
+    checkpoint: str
+    group: int
+    step: int
+    pieces: tuple[Piece, ...]
+    scalars: dict[str, dict[str, float]]
+
+
+class SaveFailed(ControlMessage, frozen=True, kw_only=True):
+    """Server -> leader: this server could not write its part."""
+
+    node: str
+    checkpoint: str
+    text: str
+
+
+class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
+    """Worker 0 -> leader, with its `Snapshot`: what belongs in the manifest beside the pieces."""
+
+    checkpoint: str
+    group: int
+    step: int
+    options: list[Options]
+    extra: dict[str, Scalar]
+
+
+class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> workers and host agents: the manifest is written (or ``error`` says why not)."""
+
+    checkpoint: str
+    path: str
+    step: int
+    error: str = ""
+
+
+CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
+    Join, Welcome, Refused, Register, Plan, PlanReady, View, ViewReady, Leave, NodeExited, Beat,
+    Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
+    CheckpointDone,
+)  # fmt: skip
