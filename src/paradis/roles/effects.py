@@ -1,0 +1,240 @@
+"""What a role can ask for. A driver carries effects out; results come back as events."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paradis.ids import NodeId
+from paradis.wire.messages import (
+    CheckpointInfo,
+    ControlMessage,
+    DataMessage,
+    Options,
+    Plan,
+    Saved,
+    ShardPlan,
+)
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """Descriptor of bytes a driver can find; roles never see the bytes."""
+
+
+class Gradient(Payload, frozen=True):
+    """The worker's own gradient of a shard."""
+
+    group: int
+    shard: int
+
+
+class Sum(Payload, frozen=True):
+    """The sum held in the shard's accumulator."""
+
+    shard: int
+
+
+class Sections(Payload, frozen=True):
+    """Value and optimizer state of a shard, in the order of ``keys``."""
+
+    group: int
+    shard: int
+    keys: tuple[str, ...] = ("value",)
+
+
+class Lease(Payload, frozen=True):
+    """A received payload, still held."""
+
+    lease: int
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Root of all effects."""
+
+
+class Send(Effect, frozen=True):
+    """Send a message; data messages by the data plane, control messages by the stream."""
+
+    target: NodeId
+    message: DataMessage | ControlMessage
+    payload: Payload | None = None
+
+
+class SetTimer(Effect, frozen=True):
+    """Call back with ``TimerFired(name)`` at ``at_ns``; a later one of the same name replaces it."""
+
+    name: str
+    at_ns: int
+
+
+class Release(Effect, frozen=True):
+    """Give a received payload's memory back."""
+
+    lease: int
+
+
+class ReleaseSum(Effect, frozen=True):
+    """The shard's accumulator is free for the next step."""
+
+    shard: int
+
+
+class Connect(Effect, frozen=True):
+    """Open a data connection to each of these nodes, unless there is one."""
+
+    addresses: dict[NodeId, tuple[str, ...]]
+
+
+class Announce(Effect, frozen=True):
+    """A line for the user; ``once`` suppresses repetitions of the same text."""
+
+    level: str
+    text: str
+    once: bool = False
+
+
+class Fail(Effect, frozen=True):
+    """This node cannot go on: error class and text. The driver ends the node."""
+
+    error: str
+    text: str
+
+
+class End(Effect, frozen=True):
+    """This node's work is done: drain and end with success."""
+
+    reason: str
+
+
+# ------------------------------------------------------------------------------------- worker
+
+
+class Complete(Effect, frozen=True):
+    """Wake the script's thread that waits for ``what`` (``step``, ``plan``, ``pull``, ...)."""
+
+    group: int
+    what: str
+    step: int = 0
+    error: str = ""
+    text: str = ""
+    found_inf: bool = False
+    squares: dict[int, float] = {}
+    plan: Plan | None = None
+    path: str = ""
+
+
+class Install(Effect, frozen=True):
+    """The payload is the shard's value at ``version``: make it the parameters' value."""
+
+    group: int
+    shard: int
+    version: int
+    lease: int
+
+
+class KeepState(Effect, frozen=True):
+    """The payload holds value and optimizer state of a shard: keep it for ``state_dict``."""
+
+    group: int
+    shard: int
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    scalars: dict[int, dict[str, float]]
+    lease: int
+
+
+# ------------------------------------------------------------------------- server, rack agent
+
+
+class OpenPlan(Effect, frozen=True):
+    """Allocate what the plan's own shards need."""
+
+    plan: Plan
+    shards: tuple[ShardPlan, ...]
+
+
+class Reduce(Effect, frozen=True):
+    """Sum leases over tree groups into the shard's accumulator, then divide.
+
+    Attributes:
+        sources: leases per logical group, in canonical order.
+        divisor: 1 in a rack agent, the number of members on a server.
+        missing: some member contributes zero, so that negative zeros become positive.
+        check: look for NaN and infinity.
+    """
+
+    shard: int
+    ticket: int
+    sources: tuple[tuple[int, ...], ...]
+    divisor: int
+    missing: bool
+    check: bool
+
+
+class Apply(Effect, frozen=True):
+    """Run the optimizer on a shard with the sum it holds.
+
+    Attributes:
+        present: per segment, whether it has a gradient on any worker.
+        clip: factor for the mean gradient, 1.0 for none.
+    """
+
+    group: int
+    shard: int
+    step: int
+    options: Options
+    present: tuple[bool, ...]
+    clip: float
+
+
+class Store(Effect, frozen=True):
+    """Take value and state of a shard from a lease."""
+
+    group: int
+    shard: int
+    ticket: int
+    lease: int
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    scalars: dict[int, dict[str, float]]
+
+
+class Load(Effect, frozen=True):
+    """Read value and state of a shard from a checkpoint directory."""
+
+    group: int
+    shard: int
+    ticket: int
+    path: str
+
+
+class Measure(Effect, frozen=True):
+    """Square sums of the held sums of these shards."""
+
+    group: int
+    step: int
+    shards: tuple[int, ...]
+
+
+class Copy(Effect, frozen=True):
+    """Copy the group's shards, report `Copied`, write them, report `Written`."""
+
+    group: int
+    checkpoint: str
+    step: int
+
+
+# ------------------------------------------------------------------------------------- leader
+
+
+class Persist(Effect, frozen=True):
+    """Write these keys to the metadata store, all or none."""
+
+    puts: dict[str, str]
+
+
+class WriteManifest(Effect, frozen=True):
+    """All parts are on disk: write the manifest, last."""
+
+    info: CheckpointInfo
+    plans: tuple[Plan, ...]
+    parts: tuple[Saved, ...]

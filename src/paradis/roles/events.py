@@ -1,0 +1,174 @@
+"""What a role can be told: messages from peers, timers, and results of its own effects."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paradis.ids import NodeId
+from paradis.wire.messages import ControlMessage, DataMessage, Saved, StepCommit
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Root of all events."""
+
+
+class Received(Event, frozen=True):
+    """A message arrived. ``lease`` names the received payload; 0 when there is none or it was dropped."""
+
+    source: NodeId
+    message: DataMessage | ControlMessage
+    lease: int = 0
+
+
+class PeerUp(Event, frozen=True):
+    """A data connection to the peer is ready for sending."""
+
+    peer: NodeId
+
+
+class PeerLost(Event, frozen=True):
+    """The data connection (or control stream) to the peer is gone."""
+
+    peer: NodeId
+    reason: str
+
+
+class TimerFired(Event, frozen=True):
+    """A timer set earlier reached its time; old timers are recognised by name."""
+
+    name: str
+
+
+# ------------------------------------------------------------------------------------- worker
+
+
+class RegisterAsked(Event, frozen=True):
+    """The script called ``wrap`` or ``add_param_group``: register these parameters."""
+
+    registration: ControlMessage
+
+
+class ShardReady(Event, frozen=True):
+    """Backward has produced the gradient of a shard."""
+
+    group: int
+    shard: int
+
+
+class StepClosed(Event, frozen=True):
+    """The script called ``step()``.
+
+    Attributes:
+        commit: presence, options and the rest; ``revisions`` is filled in by the role.
+        present: shards that hold at least one gradient.
+        revised: shards whose gradient changed since it was handed over.
+    """
+
+    group: int
+    commit: StepCommit
+    present: tuple[int, ...]
+    revised: tuple[int, ...]
+
+
+class NormAsked(Event, frozen=True):
+    """The script called ``clip_grad_norm_``: like `StepClosed`, but commits nothing."""
+
+    group: int
+    commit: StepCommit
+    present: tuple[int, ...]
+    revised: tuple[int, ...]
+
+
+class AssignAsked(Event, frozen=True):
+    """Send shard values (and state) to the servers; ``shards`` -> (keys, dtypes, scalars)."""
+
+    group: int
+    shards: dict[int, tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]]]
+
+
+class PullAsked(Event, frozen=True):
+    """Fetch the values of these shards at the current version."""
+
+    group: int
+    shards: tuple[int, ...]
+
+
+class StateAsked(Event, frozen=True):
+    """Fetch value and optimizer state of all shards of the group."""
+
+    group: int
+
+
+class SnapshotAsked(Event, frozen=True):
+    """Ask the servers to copy the group's shards for a checkpoint."""
+
+    group: int
+    info: ControlMessage
+
+
+class LeaveAsked(Event, frozen=True):
+    """The script ended."""
+
+
+# ------------------------------------------------------------------------- server, rack agent
+
+
+class Reduced(Event, frozen=True):
+    """A sum is ready. ``non_finite`` is the first NaN or infinite element, -1 if none."""
+
+    shard: int
+    ticket: int
+    non_finite: int = -1
+
+
+class Applied(Event, frozen=True):
+    """The optimizer has updated the shard."""
+
+    shard: int
+    step: int
+
+
+class Stored(Event, frozen=True):
+    """Assigned or loaded values are in place."""
+
+    shard: int
+    ticket: int
+
+
+class Measured(Event, frozen=True):
+    """Square sums of held sums, per shard."""
+
+    group: int
+    step: int
+    squares: dict[int, float]
+
+
+class Copied(Event, frozen=True):
+    """All shards of the group are copied for the checkpoint."""
+
+    group: int
+    checkpoint: str
+
+
+class Written(Event, frozen=True):
+    """This server's part of a checkpoint is on disk, or ``error`` says why not."""
+
+    checkpoint: str
+    saved: Saved | None
+    error: str = ""
+
+
+class ManifestWritten(Event, frozen=True):
+    """The checkpoint is complete, or ``error`` says why not."""
+
+    checkpoint: str
+    path: str
+    error: str = ""
+
+
+class EffectFailed(Event, frozen=True):
+    """An effect raised: error class and text. A bug, or a disk or memory that gave out."""
+
+    what: str
+    error: str
+    text: str

@@ -1,0 +1,133 @@
+"""What a worker knows of its groups and shards between two events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paradis.wire.messages import CheckpointInfo, ShardPlan, StepCommit
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
+                 "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
+
+
+def shard_bytes(plan: ShardPlan) -> int:
+    """Return the bytes of a shard's value."""
+    return plan.length * ELEMENT_BYTES[plan.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """What bounds and times a worker.
+
+    Attributes:
+        quota_bytes: bytes that may be unreturned at one receiver.
+        retry_ns: how long an unanswered message waits before it is sent again. Links are reliable,
+            so this only heals a lost link or a receiver that dropped a frame.
+    """
+
+    rank: int
+    quota_bytes: int = 32 << 20
+    retry_ns: int = 3_000_000_000
+
+
+class Shard:
+    """One shard as the worker sees it in the present step.
+
+    Attributes:
+        target: where pushes go: the rack agent or the server.
+        ready: backward (or ``step()``) has produced the gradient.
+        sent: pushed at least once in this step.
+        acked: the receiver holds the present revision.
+        void: the receiver's copy was dropped; push again when ``step()`` is called.
+        stale: the receiver is in a newer generation; push again when we are, too.
+        assign: values to send to the server: keys, dtypes, scalars.
+    """
+
+    __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "revision",
+                 "present", "assign", "nbytes")  # fmt: skip
+
+    def __init__(self, plan: ShardPlan, target: str) -> None:
+        self.plan = plan
+        self.target = target
+        self.nbytes = shard_bytes(plan)
+        self.assign: tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]] | None
+        self.assign = None
+        self.revision = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step that ended."""
+        self.ready = self.sent = self.acked = self.void = self.stale = False
+        self.present = False
+        self.revision = 0
+
+    @property
+    def server(self) -> str:
+        """The server that owns the shard."""
+        return self.plan.server
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer updates it (buffers are only stored)."""
+        return not self.plan.is_buffer
+
+
+@dataclass(kw_only=False, slots=True)
+class Group:
+    """One ``wrap`` call.
+
+    Attributes:
+        step: number of finished steps.
+        closed: ``step()`` (or a norm) was asked and is not answered.
+        committed: the present ``closed`` is a commit.
+        waiting: shards whose update (or pulled value) has not arrived.
+        started: receiver -> (step, parts) its outbox was begun for.
+    """
+
+    index: int
+    step: int
+    parts: int = 0
+    closed: bool = False
+    committed: bool = False
+    commit: StepCommit | None = None
+    found_inf: bool = False
+    assign_count: int = 0
+    snapshot: CheckpointInfo | None = None
+    shards: dict[int, Shard] = field(default_factory=dict)
+    waiting: dict[int, None] = field(default_factory=dict)
+    assigning: dict[int, None] = field(default_factory=dict)
+    state_waiting: dict[int, None] = field(default_factory=dict)
+    snapshot_from: dict[str, None] = field(default_factory=dict)
+    norm_from: dict[str, None] = field(default_factory=dict)
+    squares: dict[int, float] = field(default_factory=dict)
+    started: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _ordered: tuple[int, list[Shard]] = (0, [])
+
+    def ordered(self) -> list[Shard]:
+        """Return the shards in admission order."""
+        if self._ordered[0] != len(self.shards):
+            shards = sorted(self.shards.values(), key=lambda s: (s.plan.priority, s.plan.shard))
+            self._ordered = (len(shards), shards)
+        return self._ordered[1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the script's thread waits for something."""
+        return bool(self.waiting or self.assigning or self.state_waiting or self.snapshot_from
+                    or self.norm_from)  # fmt: skip
+
+    def next_step(self) -> None:
+        """All updates are installed: the next step begins."""
+        self.step += 1
+        self.closed = self.committed = False
+        self.commit = None
+        for shard in self.shards.values():
+            shard.reset()
+
+
+def commit_with_revisions(commit: StepCommit, group: Group) -> StepCommit:
+    """Return the commit with the revisions that count."""
+    revisions = {s.plan.shard: s.revision for s in group.ordered() if s.present and s.revision}
+    return msgspec.structs.replace(commit, revisions=revisions)
