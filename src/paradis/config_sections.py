@@ -1,0 +1,352 @@
+"""The other sections of a job's configuration, each a frozen dataclass that checks itself.
+
+Stored durations are seconds (float), stored sizes are bytes (int). Every field tells its meaning
+and why its default is what it is; `paradis.config` composes the sections and reads them.
+Invariant: a section that exists is legal in itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from paradis.config_keys import (
+    ADDRESS,
+    BOOL,
+    COUNT,
+    DURATION,
+    RATIO,
+    SIZE,
+    TEXT,
+    WORD,
+    check_values,
+    key,
+    keys_of,
+)
+from paradis.errors import ConfigError
+
+_MOMENT: Final = 0.001
+"""Shortest duration, seconds: below a millisecond a timer says nothing."""
+
+
+def _ordered(section: Any, less: str, more: str, *, strictly: bool) -> None:
+    low, high = getattr(section, less), getattr(section, more)
+    if low < high or (low == high and not strictly):
+        return
+    keys = keys_of(type(section))
+    relation = "less than" if strictly else "at most"
+    raise ConfigError(
+        f"config refused: {keys[less].path} = {keys[less].kind.show(low)}; expected {relation} "
+        f"{keys[more].path} = {keys[more].kind.show(high)}; change one of them",
+        keys=(keys[less].path, keys[more].path),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommunicationConfig:
+    """Deadlines, sizes and addresses of everything that travels."""
+
+    SECTION: ClassVar[str] = "communication"
+
+    heartbeat_interval: float = key(
+        2.0,
+        DURATION,
+        "How often a node is reported alive. Two are missed before failure_timeout ends.",
+        least=_MOMENT,
+        shared="heartbeat_interval_s",
+    )
+    failure_timeout: float = key(
+        5.0,
+        DURATION,
+        "Silence after which a node is dead. Host agents report for their nodes, so a busy worker "
+        "is never silent; an agent that is silent for so long is gone.",
+        least=_MOMENT,
+        shared="failure_timeout_s",
+    )
+    rpc_timeout: float = key(
+        10.0,
+        DURATION,
+        "Deadline of one question on the control plane: far above a healthy answer.",
+        least=_MOMENT,
+        shared="rpc_timeout_s",
+    )
+    control_interface: str = key(
+        "", TEXT, "Network interface of the control plane, such as eth0. Empty: the system chooses."
+    )
+    data_interface: str = key(
+        "", TEXT, "Network interface of the data plane, such as eth1. Empty: the system chooses."
+    )
+    control_address: str = key(
+        "", ADDRESS, "Where the leader listens. Empty: this host, with a port from the system."
+    )
+    shard_size: int = key(
+        4 << 20,
+        SIZE,
+        "Largest shard, the unit of ownership and transfer: it costs more to send than to handle.",
+        least=4,
+        shared="shard_bytes",
+    )
+    bucket_size: int = key(
+        1 << 20,
+        SIZE,
+        "Size up to which small tensors are packed together: sent early, yet not one by one.",
+        least=4,
+        shared="bucket_bytes",
+    )
+    small_tensor: int = key(
+        256 << 10,
+        SIZE,
+        "Tensors below this size are packed: alone they would cost more in headers than in bytes.",
+        shared="small_tensor_bytes",
+    )
+    contribution_store: int = key(
+        256 << 20,
+        SIZE,
+        "Memory for gradients that wait for their sum, per receiver, shared out among its workers: "
+        "16 default shards for each of 4 workers.",
+        least=4,
+        shared="contribution_store_bytes",
+    )
+    straggler_warning: float = key(
+        10.0,
+        DURATION,
+        "Wait for a worker after which it is named, not failed: longer than a usual hiccup.",
+        least=_MOMENT,
+        shared="straggler_warning_s",
+    )
+    sync_timeout: float = key(
+        1800.0,
+        DURATION,
+        "Longest wait for the other workers of a step: long, since evaluation or compilation on "
+        "one rank is legal.",
+        least=_MOMENT,
+        shared="sync_timeout_s",
+    )
+    join_timeout: float = key(
+        120.0,
+        DURATION,
+        "Longest wait for all nodes to join: importing torch from a cold disk takes a minute.",
+        least=_MOMENT,
+        shared="join_timeout_s",
+    )
+    retry_interval: float = key(
+        3.0,
+        DURATION,
+        "Time after which an unanswered message is sent again; requests are idempotent.",
+        least=_MOMENT,
+        shared="retry_interval_s",
+    )
+    payload_checksum: str = key(
+        "auto",
+        WORD,
+        "Checksum over each payload. auto: for tcp to another host, where hardware can corrupt.",
+        choices="auto on off",
+        shared="payload_checksum",
+    )
+    user_timeout: float = key(
+        5.0,
+        DURATION,
+        "Unacknowledged data on a tcp link for so long ends it: as long as failure_timeout.",
+        least=_MOMENT,
+        shared="user_timeout_s",
+    )
+    socket_buffer: int = key(
+        4 << 20,
+        SIZE,
+        "Send and receive buffer of a data connection: one default shard.",
+        least=4096,
+        shared="socket_buffer_bytes",
+    )
+    same_host: str = key(
+        "unix",
+        WORD,
+        "Transport between nodes of one host. unix: skips the whole network stack.",
+        choices="unix tcp",
+        shared="same_host",
+    )
+    rack_aggregation: str = key(
+        "auto",
+        WORD,
+        "Whether a rack's dispatcher sums its workers' gradients. auto: when that saves traffic.",
+        choices="auto on off",
+        shared="rack_aggregation",
+    )
+
+    def __post_init__(self) -> None:
+        """Check values and relations.
+
+        Raises:
+            ConfigError: a value or a relation is illegal.
+        """
+        check_values(self)
+        _ordered(self, "heartbeat_interval", "failure_timeout", strictly=True)
+        _ordered(self, "retry_interval", "sync_timeout", strictly=True)
+        _ordered(self, "straggler_warning", "sync_timeout", strictly=True)
+        _ordered(self, "small_tensor", "bucket_size", strictly=False)
+        _ordered(self, "bucket_size", "shard_size", strictly=False)
+        _ordered(self, "shard_size", "contribution_store", strictly=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """What a step means and what is refused."""
+
+    SECTION: ClassVar[str] = "training"
+
+    mode: str = key(
+        "sync",
+        WORD,
+        "When an update may use a gradient. sync: all workers, same step; equal to plain PyTorch.",
+        choices="sync",
+    )
+    overlap: str = key(
+        "none",
+        WORD,
+        "What may run before an update is in. none: step() returns with the new parameters.",
+        choices="none",
+    )
+    on_early_finish: str = key(
+        "continue",
+        WORD,
+        "When a worker runs out of batches. continue: the mean over those left, announced.",
+        choices="continue fail",
+        shared="on_early_finish",
+    )
+    early_update: bool = key(
+        False, BOOL, "Update before step() is called. Only false: a script may change gradients."
+    )
+    detect_value_changes: bool = key(
+        True,
+        BOOL,
+        "Notice parameters that the script changed between steps: lost silently otherwise.",
+        shared="detect_value_changes",
+    )
+    debug_gradients: bool = key(
+        False,
+        BOOL,
+        "Hash gradients to catch changes that nothing else shows: costs a pass over memory.",
+        shared="debug_gradients",
+    )
+    check_finite: bool = key(
+        True,
+        BOOL,
+        "Refuse a NaN or infinity in a gradient before it spoils the model.",
+        shared="check_finite",
+    )
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigError: a value is illegal.
+        """
+        check_values(self)
+        if self.early_update:
+            raise ConfigError(
+                "config refused: training.early_update = true; expected false, which is what this "
+                "version supports; remove the key",
+                keys=("training.early_update",),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When and where the job's state is saved."""
+
+    SECTION: ClassVar[str] = "checkpoint"
+
+    directory: str = key(
+        "", TEXT, "Where checkpoints go. Empty: inside the run directory.",
+        shared="checkpoint_directory",
+    )  # fmt: skip
+    every_steps: int = key(
+        0,
+        COUNT,
+        "Steps between checkpoints. 0: only when the script asks, which knows a good moment.",
+        shared="checkpoint_every_steps",
+    )
+    keep: int = key(
+        3, COUNT, "Newest checkpoints to keep: one may be damaged, one be too new.", least=1,
+        shared="checkpoint_keep",
+    )  # fmt: skip
+    restore: str = key(
+        "", TEXT, "Checkpoint to start from. Empty: start from the script's values.",
+        shared="restore",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigError: a value is illegal.
+        """
+        check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """How processes are started and ended."""
+
+    SECTION: ClassVar[str] = "launch"
+
+    grace_period: float = key(
+        30.0,
+        DURATION,
+        "From SIGTERM to SIGKILL: enough for a script to write its last files.",
+        least=_MOMENT,
+    )
+    drain_timeout: float = key(
+        5.0,
+        DURATION,
+        "Longest wait for servers and dispatchers to end after the last worker.",
+        least=_MOMENT,
+    )
+    run_directory: str = key(
+        "paradis-runs", TEXT, "Where each run gets a directory for logs, sockets and checkpoints."
+    )
+    omp_threads: int = key(
+        0, COUNT, "OMP_NUM_THREADS of a worker. 0: its fair share of the cores, unless it is set."
+    )
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigError: a value is illegal, or the run directory is empty.
+        """
+        check_values(self)
+        if not self.run_directory:
+            raise ConfigError(
+                "config refused: launch.run_directory is empty; expected a directory; name one",
+                keys=("launch.run_directory",),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """How shards are spread over servers."""
+
+    SECTION: ClassVar[str] = "scheduler"
+
+    virtual_nodes: int = key(
+        160,
+        COUNT,
+        "Points of each server on the hash ring. 160: shares vary by about 8 %.",
+        least=1,
+        shared="virtual_nodes",
+    )
+    load_epsilon: float = key(
+        0.1,
+        RATIO,
+        "How far above the mean a server's bytes may be before shards go to the next one.",
+        least=0.001,
+        shared="load_epsilon",
+    )
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigError: a value is illegal.
+        """
+        check_values(self)

@@ -1,0 +1,248 @@
+"""The topology section: how many nodes of each role, where, and how their sums are grouped.
+
+Invariant: lists and counts agree: `derived_counts` fills counts in from lists, and a section whose
+counts contradict its lists cannot be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paradis.config_keys import (
+    ADDRESSES,
+    COUNT,
+    Kind,
+    check_values,
+    key,
+    listed,
+    parse_address,
+    parse_fields,
+    quote,
+)
+from paradis.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatcherNode:
+    """Where one dispatcher listens and which rack it serves."""
+
+    address: str
+    rack: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerGroup:
+    """Workers that train the same parameters in the same way.
+
+    Attributes:
+        workers: number of workers; 0: all of ``topology.workers``.
+        parameters: pattern over parameter names; ``*`` is every parameter.
+    """
+
+    name: str
+    workers: int = 0
+    parameters: str = "*"
+    mode: str = "sync"
+    compression: str = "none"
+
+
+def _parse_dispatchers(value: object) -> tuple[DispatcherNode, ...]:
+    def one(item: object) -> DispatcherNode:
+        found = parse_fields(item, ("address", "rack"), ())
+        if not isinstance(found["rack"], str) or not found["rack"]:
+            raise ValueError("a rack name that is text")
+        return DispatcherNode(address=parse_address(found["address"]), rack=found["rack"])
+
+    return listed(value, one, "mappings {address: host:port, rack: name}")
+
+
+def _show_dispatchers(value: tuple[DispatcherNode, ...]) -> str:
+    shown = (f"{{address: {quote(n.address)}, rack: {quote(n.rack)}}}" for n in value)
+    return f"[{', '.join(shown)}]"
+
+
+def _parse_groups(value: object) -> tuple[WorkerGroup, ...]:
+    if not isinstance(value, Mapping):
+        raise ValueError("a mapping of group names to {workers, parameters, mode, compression}")
+    return tuple(_parse_group(str(name), item) for name, item in value.items())
+
+
+def _parse_group(name: str, item: object) -> WorkerGroup:
+    try:
+        found = parse_fields(item, (), ("workers", "parameters", "mode", "compression"))
+    except ValueError as error:
+        raise ValueError(f"for the group {name} {error}") from error
+    workers = found.get("workers", 0)
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+        raise ValueError(f"a number of workers for the group {name}, got {workers!r}")
+    words = {field: word for field, word in found.items() if field != "workers"}
+    for field, word in words.items():
+        if not isinstance(word, str):
+            raise ValueError(f"text for {field} of the group {name}, got {word!r}")
+    return WorkerGroup(name=name, workers=workers, **words)
+
+
+def _show_groups(value: tuple[WorkerGroup, ...]) -> str:
+    shown = (
+        f"{quote(g.name)}: {{workers: {g.workers}, parameters: {quote(g.parameters)}, "
+        f"mode: {quote(g.mode)}, compression: {quote(g.compression)}}}"
+        for g in value
+    )
+    return f"{{{', '.join(shown)}}}"
+
+
+def _parse_reduction(value: object) -> str | tuple[tuple[int, ...], ...]:
+    if value == "auto":
+        return "auto"
+    try:
+        return listed(value, lambda item: listed(item, _parse_rank, "ranks"), "lists of ranks")
+    except ValueError as error:
+        raise ValueError('"auto" or lists of ranks such as [[0, 1], [2, 3]]') from error
+
+
+def _parse_rank(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("a rank")
+    return value
+
+
+def _show_reduction(value: str | tuple[tuple[int, ...], ...]) -> str:
+    return quote(value) if isinstance(value, str) else str([list(group) for group in value])
+
+
+_DISPATCHERS = Kind(unit="list", parse=_parse_dispatchers, show=_show_dispatchers, structured=True)
+_GROUPS = Kind(unit="mapping", parse=_parse_groups, show=_show_groups, structured=True)
+_REDUCTION = Kind(
+    unit="auto or lists", parse=_parse_reduction, show=_show_reduction, structured=True
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyConfig:
+    """How many nodes of each role, and where they are."""
+
+    SECTION: ClassVar[str] = "topology"
+
+    workers: int = key(
+        1, COUNT, "Worker processes. 1 behaves as plain PyTorch does, bit for bit.", least=1
+    )
+    servers: int = key(
+        1,
+        COUNT,
+        "Server processes, among which parameters are spread. 1 is enough for one host.",
+        least=1,
+    )
+    dispatchers: int = key(
+        1, COUNT, "Dispatcher processes. The first one leads, so there is at least one.", least=1
+    )
+    racks: int = key(
+        1,
+        COUNT,
+        "Racks the workers are dealt to. 1, as hosts beside each other need none.",
+        least=1,
+    )
+    ps_nodes: tuple[str, ...] = key(
+        (),
+        ADDRESSES,
+        "Where servers listen, such as [host-a:7000, host-b:7000]. Empty: on this host, with ports "
+        "from the system.",
+    )
+    disp_nodes: tuple[DispatcherNode, ...] = key(
+        (),
+        _DISPATCHERS,
+        "Where dispatchers listen and which rack each serves, such as "
+        "[{address: host-c:7100, rack: r0}]. Empty: on this host.",
+    )
+    worker_groups: tuple[WorkerGroup, ...] = key(
+        (),
+        _GROUPS,
+        "Groups of workers by parameters, such as {all: {workers: 4}}. This version takes one "
+        "group that covers everything, in sync mode, without compression.",
+    )
+    reduction_groups: str | tuple[tuple[int, ...], ...] = key(
+        "auto",
+        _REDUCTION,
+        "Ranks whose gradients are summed first, such as [[0, 1], [2, 3]]; this fixes the "
+        "rounding. auto: one group per rack.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check values and relations.
+
+        Raises:
+            ConfigError: a value or a relation is illegal.
+        """
+        check_values(self)
+        self._check_counts()
+        self._check_groups()
+        self._check_reduction()
+
+    def _check_counts(self) -> None:
+        racks = {node.rack for node in self.disp_nodes}
+        addresses = [*self.ps_nodes, *(node.address for node in self.disp_nodes)]
+        if self.racks > self.workers:
+            _refuse("racks", self.racks, f"at most topology.workers = {self.workers}")
+        if self.ps_nodes and len(self.ps_nodes) != self.servers:
+            _refuse("servers", self.servers, f"{len(self.ps_nodes)}, as many as topology.ps_nodes")
+        if self.disp_nodes and len(self.disp_nodes) != self.dispatchers:
+            expected = f"{len(self.disp_nodes)}, as many as topology.disp_nodes"
+            _refuse("dispatchers", self.dispatchers, expected)
+        if len(racks) > self.racks:
+            _refuse("racks", self.racks, f"at least {len(racks)}, as topology.disp_nodes names")
+        twice = sorted({each for each in addresses if addresses.count(each) > 1})
+        if twice:
+            _refuse("ps_nodes", twice[0], "each address once in ps_nodes and disp_nodes")
+
+    def _check_groups(self) -> None:
+        if len(self.worker_groups) > 1:
+            names = ", ".join(group.name for group in self.worker_groups)
+            _refuse("worker_groups", names, "one group: this version supports no more")
+        for group in self.worker_groups:
+            where = f"worker_groups.{group.name}"
+            if group.mode != "sync":
+                _refuse(f"{where}.mode", group.mode, "sync, which this version supports")
+            if group.compression != "none":
+                expected = "none, which this version supports"
+                _refuse(f"{where}.compression", group.compression, expected)
+            if group.parameters != "*":
+                expected = '"*": the one group that this version supports covers everything'
+                _refuse(f"{where}.parameters", group.parameters, expected)
+            if group.workers not in (0, self.workers):
+                _refuse(f"{where}.workers", group.workers, f"topology.workers = {self.workers}")
+
+    def _check_reduction(self) -> None:
+        groups = self.reduction_groups
+        if isinstance(groups, str):
+            if groups != "auto":
+                _refuse("reduction_groups", groups, '"auto" or lists of ranks')
+            return
+        ranks = sorted(rank for group in groups for rank in group)
+        if ranks != list(range(self.workers)) or not all(groups):
+            expected = f"each rank from 0 to {self.workers - 1} in exactly one group"
+            _refuse("reduction_groups", _show_reduction(groups), expected)
+
+
+def _refuse(name: str, got: object, expected: str) -> None:
+    raise ConfigError(
+        f"config refused: topology.{name} = {got}; expected {expected}; correct one of them",
+        keys=(f"topology.{name.partition('.')[0]}",),
+    )
+
+
+def derived_counts(values: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Return the counts that lists imply: key -> (count, name of the list).
+
+    Args:
+        values: the keys of the section that were set, parsed; counts set there are left alone.
+    """
+    racks = {node.rack for node in values.get("disp_nodes", ())}
+    workers = sum(group.workers for group in values.get("worker_groups", ()))
+    implied = {
+        "workers": (workers, "worker_groups"),
+        "servers": (len(values.get("ps_nodes", ())), "ps_nodes"),
+        "dispatchers": (len(values.get("disp_nodes", ())), "disp_nodes"),
+        "racks": (len(racks), "disp_nodes"),
+    }
+    return {name: pair for name, pair in implied.items() if pair[0] and name not in values}
