@@ -111,11 +111,6 @@ class Outbox:
         if self.in_lane == shard:
             self.in_lane = None
 
-    def reset(self) -> None:
-        """The link is new: nothing is in flight; what is to be sent again is up to the caller."""
-        self._unreturned.clear()
-        self.in_lane = None
-
     @property
     def blocked(self) -> tuple[int, ...]:
         """Ready shards that wait for credit, and the shards that hold it (for the wait graph)."""
@@ -156,6 +151,10 @@ class Ledger:
         """Count released bytes; return whether credit that was withheld goes back now."""
         self.stored -= size
         return self._owed.pop(shard, None) is not None
+
+    def owes(self, shard: int) -> bool:
+        """Whether the credit of this shard is still withheld."""
+        return shard in self._owed
 
     def check(self) -> None:
         """Assert the invariant."""

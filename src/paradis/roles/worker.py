@@ -175,10 +175,10 @@ class WorkerRole:
         group = self.groups[event.group]
         present = dict.fromkeys(event.present)
         revised = dict.fromkeys(event.revised)
+        group.closed = True
         for shard in group.ordered():
             self._close_shard(group, shard, shard.plan.shard in present,
                               shard.plan.shard in revised)  # fmt: skip
-        group.closed = True
         group.commit = commit_with_revisions(event.commit, group)
         group.committed = commit
         if commit:
@@ -523,11 +523,13 @@ class WorkerRole:
         self._heal(peer)
 
     def _heal(self, peer: str = "") -> None:
-        """Send again whatever has no answer (to one peer, or to all)."""
+        """Send again whatever has no answer: to one peer over its new link, or to all on a timer."""
         for group in self.groups.values():
+            if not peer and not group.busy:
+                continue
             for (target, index), box in self._boxes.items():
                 if index == group.index and peer in ("", target):
-                    self._heal_box(group, target, box)
+                    self._heal_box(group, target, box, new_link=bool(peer))
             if group.closed and group.busy:
                 self._send_commit(group, only=peer)
             self._pull(group, only=peer)
@@ -536,25 +538,21 @@ class WorkerRole:
             if group.snapshot is not None:
                 self._send_snapshot(group)
 
-    def _heal_box(self, group: Group, target: str, box: Outbox) -> None:
-        lane = box.in_lane
-        box.reset()
-        for shard in group.ordered():
-            if shard.target != target or not shard.sent or not shard.trainable:
-                continue
-            if not shard.acked and (not group.committed or shard.plan.shard in group.waiting):
-                self._resend_now(group, shard, target)
+    def _heal_box(self, group: Group, target: str, box: Outbox, *, new_link: bool) -> None:
+        lane, box.in_lane = box.in_lane, None
         if lane is not None:
             box.lane_add(lane)
+        for shard in group.ordered():
+            if shard.target != target or not shard.sent or shard.acked or not shard.trainable:
+                continue
+            if new_link:
+                # What was in flight is lost. On a timer it may still arrive, so it stays counted.
+                box.returned(shard.plan.shard)
+            if not group.closed:
+                shard.void = True  # the bytes may have moved on: push again when step() is called
+            elif shard.present and (not group.committed or shard.plan.shard in group.waiting):
+                box.lane_add(shard.plan.shard)
         self._pump_box(group, target, box)
-
-    def _resend_now(self, group: Group, shard: Shard, target: str) -> None:
-        """Repeat the push as it was sent; before ``step()`` the bytes may have moved on: void then."""
-        if group.closed:
-            if shard.present:
-                self._begin(group, target).lane_add(shard.plan.shard)
-        else:
-            shard.void = True
 
     def _on_peer_lost(self, peer: NodeId, reason: str) -> None:
         self._up.pop(peer, None)

@@ -70,8 +70,8 @@ class Shard:
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer updates it (buffers are only stored)."""
-        return not self.plan.is_buffer
+        """Whether gradients are pushed: not for buffers, nor for tensors without elements."""
+        return not self.plan.is_buffer and self.nbytes > 0
 
 
 @dataclass(kw_only=False, slots=True)

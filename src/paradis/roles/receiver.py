@@ -1,0 +1,388 @@
+"""What the server and the rack agent share: receiving pushes into collections, and credit.
+
+Invariant: every lease that a push brought is either held by exactly one collection or released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from paradis.core.aggregation import Collection, Contribution
+from paradis.core.flow import Ledger
+from paradis.ids import LEADER, NodeId, index_of, worker_id
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles.worker_state import shard_bytes
+from paradis.wire import messages as msg
+
+
+class HeldShard:
+    """A shard at a node that sums: its plan, version and collection.
+
+    Attributes:
+        version: number of applied updates; pushes of step == version are collected.
+        ticket: number of the sum being made, so that a late result of a dropped one is known.
+        non_finite: first NaN or infinite element of the held sum, -1 if none.
+    """
+
+    __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
+                 "non_finite", "nbytes", "pulls", "assigned", "assigning", "assign_step",
+                 "sent")  # fmt: skip
+
+    def __init__(self, plan: msg.ShardPlan, version: int) -> None:
+        self.plan = plan
+        self.version = version
+        self.collection = Collection()
+        self.ticket = 0
+        self.initialized = self.applying = False
+        self.non_finite = -1
+        self.nbytes = shard_bytes(plan)
+        self.pulls: list[tuple[NodeId, msg.Pull]] = []
+        self.assigned: tuple[int, int] = (-1, -1)
+        self.assigning: tuple[NodeId, msg.Assign] | None = None
+        self.assign_step = -1
+        self.sent: dict[int, int] | None = None
+
+    @property
+    def passive(self) -> bool:
+        """Whether no gradient ever comes: module buffers, and tensors without elements."""
+        return self.plan.is_buffer or self.plan.length == 0
+
+    def present_in(self, commit: msg.StepCommit) -> bool:
+        """Whether a commit says that its worker has a gradient for some piece of the shard."""
+        return any(parameter_present(commit, s.parameter) for s in self.plan.segments)
+
+
+def parameter_present(commit: msg.StepCommit, parameter: int) -> bool:
+    """Whether bit ``parameter`` of the commit's presence map is set."""
+    byte = parameter >> 3
+    return byte < len(commit.present) and bool(commit.present[byte] >> (parameter & 7) & 1)
+
+
+class HeldGroup:
+    """One ``wrap`` call at a node that sums.
+
+    Attributes:
+        step: the step in progress; commits and norm requests are of this step.
+    """
+
+    __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measured",
+                 "optimizer", "verdict", "options", "since_ns", "copying")  # fmt: skip
+
+    def __init__(self, index: int, step: int) -> None:
+        self.index = index
+        self.step = step
+        self.parts = 0
+        self.shards: dict[int, HeldShard] = {}
+        self.commits: dict[int, msg.StepCommit] = {}
+        self.norms: dict[int, msg.StepCommit] = {}
+        self.specs: list[msg.ParameterSpec] = []
+        self.optimizer = ""
+        self.options: list[msg.Options] = []
+        self.verdict = ""
+        self.measured = False
+        self.since_ns = 0
+        self.copying = ""
+
+    def catch_up(self, step: int) -> None:
+        """A worker is at ``step``: a node without active shards has no other way to know."""
+        if all(s.passive for s in self.shards.values()) and step > self.step:
+            self.next_step(step)
+
+    def next_step(self, step: int) -> None:
+        """All shards have the version ``step``."""
+        self.step = step
+        for shard in self.shards.values():
+            if shard.passive:
+                shard.version = step
+        self.commits = {}
+        self.norms = {}
+        self.verdict = ""
+        self.measured = False
+
+
+class Receiver:
+    """Base of the roles that collect contributions; subclasses say what to do with a sum.
+
+    Args:
+        node: own name.
+        quota_bytes: what one pusher may have unreturned here, per group.
+        check_finite: look for NaN and infinity in sums.
+    """
+
+    def __init__(self, node: NodeId, *, quota_bytes: int, check_finite: bool = True) -> None:
+        self.node = node
+        self.quota_bytes = quota_bytes
+        self.check_finite = check_finite
+        self.incarnation = 0
+        self.view: msg.View | None = None
+        self.groups: dict[int, HeldGroup] = {}
+        self._by_shard: dict[int, tuple[HeldGroup, HeldShard]] = {}
+        self._ledgers: dict[tuple[str, int], Ledger] = {}
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._out: list[fx.Effect] = []
+
+    # ------------------------------------------------------------- membership
+
+    def members(self, group: HeldGroup) -> tuple[int, ...]:
+        """Return the ranks that take part in the group's present step, in order.
+
+        A rank that left takes part in the steps it finished; where it did not say how many (it
+        ended without a word), in those it has committed here.
+        """
+        assert self.view is not None
+        ranks = dict.fromkeys(self.view.members)
+        for rank, steps in self.view.left.items():
+            finished = steps.get(group.index, 0)
+            if finished > group.step or (finished < 0 and rank in group.commits):
+                ranks[rank] = None
+        return tuple(sorted(ranks))
+
+    def rack_of(self) -> dict[int, int]:
+        """Return rank -> index of its rack agent, for ranks that go through one."""
+        assert self.view is not None
+        return {
+            rank: index_of(NodeId(agent))
+            for agent, ranks in self.view.racks.values()
+            if agent
+            for rank in ranks
+        }
+
+    def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
+        """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
+        assert self.view is not None
+        if shard.version != group.step:
+            return {}
+        members = self.members(group)
+        result: dict[int, int | None] = {
+            r: None for g in self.view.tree for r in g if r not in members
+        }
+        for rank in members:
+            commit = group.commits.get(rank) or group.norms.get(rank)
+            if commit is None:
+                continue
+            present = shard.present_in(commit)
+            result[rank] = commit.revisions.get(shard.plan.shard, 0) if present else None
+        return result
+
+    def everybody(self, group: HeldGroup, table: Mapping[int, object]) -> bool:
+        """Whether every member of the step is in ``table``."""
+        return all(r in table for r in self.members(group))
+
+    # ----------------------------------------------------------------- pushes
+
+    def on_push(self, event: ev.Received, push: msg.Push | msg.RackPush) -> None:
+        """Take a push in, answer it, and go on with its shard."""
+        found = self._by_shard.get(push.shard)
+        if not self._in_view(event, push):
+            return
+        if found is None or not event.lease:
+            self._drop(event)  # not placed (unknown shard or no memory): the sender tries again
+            return
+        group, shard = found
+        if push.step < shard.version:
+            self._drop(event)
+            self._ack(event.source, push, credit=shard.nbytes)
+            return
+        if push.step > shard.version:
+            self._drop(event)
+            return
+        if isinstance(push, msg.Push):
+            ranks, rack = {push.worker: push.revision}, -1
+        else:
+            ranks, rack = dict(push.included), push.worker
+        added = shard.collection.add(
+            ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, rack_of=self.rack_of()
+        )
+        self._release_all(group, shard, added.dropped)
+        if added.outcome in ("duplicate", "refused"):
+            self._drop(event)
+            if added.outcome == "duplicate":
+                owed = self._ledger(event.source, group).owes(push.shard)
+                self._ack(event.source, push, credit=0 if owed else shard.nbytes)
+        else:
+            if added.outcome == "void" and not shard.collection.summing:
+                self._out.append(fx.ReleaseSum(push.shard))
+            now = self._ledger(event.source, group).on_stored(push.shard, shard.nbytes)
+            self._ack(event.source, push, credit=shard.nbytes if now else 0)
+        self._ask(group, shard, added.ask)
+        self.advance(group, shard)
+
+    def _in_view(self, event: ev.Received, message: msg.DataMessage) -> bool:
+        """Refuse frames of another generation: the fence of the data plane."""
+        generation = self.view.generation if self.view else 0
+        if message.generation == generation:
+            return True
+        self._drop(event)
+        stale = msg.Stale(
+            generation=generation, group=message.group, shard=message.shard, step=message.step,
+            version=generation, revision=message.revision,
+        )  # fmt: skip
+        self._send(event.source, stale)
+        return False
+
+    def _ledger(self, source: NodeId, group: HeldGroup) -> Ledger:
+        key = (source, group.index)
+        if key not in self._ledgers:
+            largest = max(s.nbytes for s in group.shards.values())
+            self._ledgers[key] = Ledger(quota=max(self.quota_bytes, 2 * largest))
+        return self._ledgers[key]
+
+    def _ack(self, target: NodeId, push: msg.DataMessage, *, credit: int) -> None:
+        ack = msg.PushAck(
+            generation=push.generation, group=push.group, shard=push.shard, step=push.step,
+            worker=push.worker, revision=push.revision, credit=credit,
+        )  # fmt: skip
+        self._send(target, ack)
+
+    def _pusher(self, contribution: Contribution) -> NodeId:
+        if contribution.rack >= 0:
+            return NodeId(f"dispatcher-{contribution.rack}")
+        return worker_id(next(iter(contribution.ranks)))
+
+    def _release_all(
+        self, group: HeldGroup, shard: HeldShard, contributions: Iterable[Contribution]
+    ) -> None:
+        """Give memory back, and the credit that was withheld for it."""
+        for contribution in contributions:
+            self._out.append(fx.Release(contribution.lease))
+            pusher = self._pusher(contribution)
+            ledger = self._ledger(pusher, group)
+            if ledger.on_released(shard.plan.shard, contribution.nbytes):
+                revision = max(contribution.ranks.values())
+                self._send(pusher, msg.PushAck(
+                    generation=self.view.generation if self.view else 0, group=group.index,
+                    shard=shard.plan.shard, step=shard.version, revision=revision,
+                    credit=contribution.nbytes,
+                ))  # fmt: skip
+
+    def _ask(self, group: HeldGroup, shard: HeldShard, ranks: Iterable[int]) -> None:
+        """Ask for gradients whose sum was thrown away; a rack's sum is asked of its agent."""
+        rack_of = self.rack_of()
+        targets: dict[tuple[str, bool], None] = {}
+        for rank in ranks:
+            agent = rack_of.get(rank, -1)
+            if agent >= 0 and agent not in shard.collection.direct and self._serves_racks:
+                targets[(f"dispatcher-{agent}", False)] = None
+            else:
+                targets[(worker_id(rank), self._serves_racks)] = None
+        for target, direct in targets:
+            self._send(target, msg.Resend(
+                generation=self.view.generation if self.view else 0, group=group.index,
+                shard=shard.plan.shard, step=shard.version, direct=direct,
+            ))  # fmt: skip
+
+    _serves_racks = False
+    """Whether contributions may come from rack agents (true on servers)."""
+
+    # ------------------------------------------------------------------- sums
+
+    def advance(self, group: HeldGroup, shard: HeldShard) -> None:
+        """Go on with a shard after anything about it or its step's commits changed."""
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def sum_if_complete(
+        self, group: HeldGroup, shard: HeldShard, tree: Iterable[tuple[int, ...]], divisor: int
+    ) -> dict[int, int | None]:
+        """Drop what commits rule out, start a sum when everybody needed is here.
+
+        Returns:
+            rank -> committed revision (see `expected`).
+        """
+        expected = self.expected(group, shard)
+        collection = shard.collection
+        self._release_all(group, shard, collection.drop_wrong(expected))
+        ask = collection.void_sum(expected)
+        if ask is not None:
+            self._out.append(fx.ReleaseSum(shard.plan.shard))
+            self._ask(group, shard, ask)
+        absent = [r for r, v in expected.items() if v is None]
+        tree = tuple(tree)
+        sources = collection.plan_sum(tree, absent)
+        if sources is not None:
+            members = [r for g in tree for r in g]
+            missing = any(r in absent for r in members)
+            collection.start_sum()
+            shard.ticket += 1
+            self._out.append(fx.Reduce(
+                shard.plan.shard, shard.ticket, sources, divisor, missing, self.check_finite
+            ))  # fmt: skip
+        return expected
+
+    def on_reduced(self, event: ev.Reduced) -> None:
+        """A sum is ready: release what went into it and go on."""
+        group, shard = self._by_shard[event.shard]
+        if event.ticket != shard.ticket or not shard.collection.summing:
+            return
+        done, ask = shard.collection.finish_sum()
+        shard.non_finite = event.non_finite
+        self._release_all(group, shard, done)
+        if shard.collection.summed is None:
+            self._out.append(fx.ReleaseSum(event.shard))
+            self._ask(group, shard, ask)
+        self.advance(group, shard)
+
+    def collecting(self, shard_id: int) -> bool:
+        """Whether the shard's accumulator is spoken for (asked by the driver before a receive)."""
+        found = self._by_shard.get(shard_id)
+        return found is None or not found[1].collection.empty or found[1].applying
+
+    # ------------------------------------------------------------------ plumbing
+
+    def tell_state(self, source: NodeId, rank: int, group: HeldGroup) -> None:
+        """A commit came twice: repeat the answers that may have been lost, by shard."""
+        for shard in group.shards.values():
+            counted = shard.collection.revision_of(rank)
+            if counted is not None and shard.version == group.step:
+                owed = self._ledger(source, group).owes(shard.plan.shard)
+                self._send(source, msg.PushAck(
+                    generation=self.view.generation if self.view else 0, group=group.index,
+                    shard=shard.plan.shard, step=shard.version, revision=counted,
+                    credit=0 if owed else shard.nbytes,
+                ))  # fmt: skip
+
+    def adopt_view(self, view: msg.View) -> bool:
+        """Take a newer view over; return whether it was newer."""
+        if self.view is not None and view.generation < self.view.generation:
+            return False
+        self.view = view
+        return True
+
+    def adopt_plan(self, plan: msg.Plan, shards: Iterable[msg.ShardPlan]) -> bool:
+        """Take a plan over; return whether it was new."""
+        group = self.groups.setdefault(plan.group, HeldGroup(plan.group, plan.step))
+        if plan.part < group.parts:
+            return False
+        group.parts = plan.part + 1
+        group.optimizer = plan.optimizer
+        group.options = plan.options
+        group.next_step(plan.step)
+        group.specs.extend(plan.parameters)
+        mine = tuple(shards)
+        for shard_plan in mine:
+            shard = HeldShard(shard_plan, plan.step)
+            group.shards[shard_plan.shard] = shard
+            self._by_shard[shard_plan.shard] = (group, shard)
+        self._out.append(fx.OpenPlan(plan, mine))
+        return True
+
+    def _drop(self, event: ev.Received) -> None:
+        if event.lease:
+            self._out.append(fx.Release(event.lease))
+
+    def _send(
+        self, target: str, message: msg.DataMessage | msg.ControlMessage,
+        payload: fx.Payload | None = None,
+    ) -> None:  # fmt: skip
+        self._out.append(fx.Send(NodeId(target), message, payload))
+
+    def _fail_job(self, error: str, text: str) -> None:
+        self._send(LEADER, msg.Failed(error=error, text=text))
+
+    def check(self) -> None:
+        """Assert the invariants; called after every event in tests and simulation."""
+        for group, shard in self._by_shard.values():
+            shard.collection.check()
+            assert shard.version in (group.step, group.step + 1), (shard.version, group.step)
+        for ledger in self._ledgers.values():
+            ledger.check()

@@ -1,0 +1,396 @@
+"""The server's role: fence, collect, sum, apply when all committed, send the update at once.
+
+Invariants:
+* an update is applied only when every member of the step has committed it, from exactly the
+  committed revisions;
+* a shard's version goes up by one per step and never back;
+* credit never waits for an update to be applied, only for a sum.
+"""
+
+from __future__ import annotations
+
+from paradis.core.tree import restrict
+from paradis.ids import NodeId, worker_id
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles import step_rules
+from paradis.roles.receiver import HeldGroup, HeldShard, Receiver, parameter_present
+from paradis.wire import messages as msg
+
+
+class ServerRole(Receiver):
+    """Pure state machine of one server.
+
+    Args:
+        node: own name.
+        quota_bytes: what one pusher may have unreturned here, per group.
+        warning_ns: how long a step may wait for workers before a warning names them.
+        timeout_ns: how long before the job fails with ``Gradient sync timeout``.
+        check_finite: refuse sums with NaN or infinity.
+    """
+
+    _serves_racks = True
+
+    def __init__(
+        self, node: NodeId, *, quota_bytes: int, warning_ns: int, timeout_ns: int,
+        check_finite: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(node, quota_bytes=quota_bytes, check_finite=check_finite)
+        self.warning_ns = warning_ns
+        self.timeout_ns = timeout_ns
+        self._pending_ready: msg.PlanReady | None = None
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
+        """Take one event, return what to do about it."""
+        self._out = []
+        match event:
+            case ev.Received(message=msg.ControlMessage()):
+                self._on_control(event.message)
+            case ev.Received():
+                self._on_data(event, now_ns)
+            case ev.Reduced():
+                self.on_reduced(event)
+            case ev.Applied():
+                self._on_applied(event)
+            case ev.Stored():
+                self._on_stored(event)
+            case ev.Measured():
+                self._on_measured(event)
+            case ev.Copied():
+                self._on_copied(event)
+            case ev.Written():
+                self._on_written(event)
+            case ev.TimerFired():
+                self._on_timer(event.name, now_ns)
+            case ev.PeerLost(peer="dispatcher-0"):
+                self._out.append(fx.End(f"the leading dispatcher is gone: {event.reason}"))
+            case ev.EffectFailed():
+                self._fail_job(event.error, f"{self.node}: {event.what}: {event.text}")
+        return self._out
+
+    # ---------------------------------------------------------------- control
+
+    def _on_control(self, message: object) -> None:
+        match message:
+            case msg.Welcome():
+                self.incarnation = message.incarnation
+            case msg.View():
+                if self.adopt_view(message):
+                    self._send("dispatcher-0", msg.ViewReady(generation=message.generation))
+                    for group in self.groups.values():
+                        self._consider(group)
+            case msg.Plan():
+                self._on_plan(message)
+            case msg.Shutdown():
+                self._out.append(fx.End(message.reason))
+            case msg.Failed() | msg.Refused():
+                self._out.append(fx.Fail(message.error, message.text))
+
+    def _on_plan(self, plan: msg.Plan) -> None:
+        mine = [s for s in plan.shards if s.server == self.node]
+        if self.adopt_plan(plan, mine) and plan.restore:
+            for shard in mine:
+                self._by_shard[shard.shard][1].ticket += 1
+                self._out.append(fx.Load(plan.group, shard.shard, 1, plan.restore))
+        self._send(
+            "dispatcher-0",
+            msg.PlanReady(generation=plan.generation, group=plan.group, part=plan.part),
+        )
+
+    # ------------------------------------------------------------------- data
+
+    def _on_data(self, event: ev.Received, now_ns: int) -> None:
+        message = event.message
+        match message:
+            case msg.Push() | msg.RackPush():
+                self.on_push(event, message)
+            case msg.Commit() | msg.NormRequest():
+                if self._in_view(event, message):
+                    self._on_commit(event.source, message, now_ns)
+            case msg.Assign():
+                self._on_assign(event, message)
+            case msg.Pull():
+                self._on_pull(event.source, message)
+            case msg.PullState():
+                self._on_pull_state(event.source, message)
+            case msg.Snapshot():
+                self._on_snapshot(message)
+            case msg.Resend():
+                pass
+            case _:
+                self._drop(event)
+
+    def _on_commit(
+        self, source: NodeId, message: msg.Commit | msg.NormRequest, now_ns: int
+    ) -> None:
+        group = self.groups.get(message.group)
+        if group is None or message.step != group.step:
+            return  # an older step is answered by pulls, a newer one cannot be
+        table = group.commits if isinstance(message, msg.Commit) else group.norms
+        if message.worker in table:
+            self.tell_state(source, message.worker, group)
+            if isinstance(message, msg.NormRequest):
+                group.measured = False
+                self._measure(group)
+            return
+        if not group.commits and not group.norms:
+            group.since_ns = now_ns
+            self._out.append(fx.SetTimer(f"sync:{group.index}", now_ns + self.warning_ns))
+        table[message.worker] = message.commit
+        self._consider(group)
+
+    def _consider(self, group: HeldGroup) -> None:
+        """Commits or members changed: judge the step when all are in, then go on with each shard."""
+        if self.view is None:
+            return
+        if not group.verdict and self.everybody(group, group.commits) and group.commits:
+            self._judge(group)
+        for shard in list(group.shards.values()):
+            self.advance(group, shard)
+        self._measure(group)
+
+    def _judge(self, group: HeldGroup) -> None:
+        members = self.members(group)
+        commits = {r: group.commits[r] for r in members}
+        refusal = step_rules.disagreement(commits, group.specs, group.shards, group.step)
+        if refusal:
+            self._refuse(group, "WorkersDisagree", refusal)
+            return
+        group.verdict = "skip" if any(c.found_inf for c in commits.values()) else "apply"
+        group.options = commits[members[0]].options
+
+    def _refuse(self, group: HeldGroup, error: str, text: str) -> None:
+        group.verdict = "refused"
+        for rank in self.members(group):
+            self._send(worker_id(rank), msg.Refusal(group=group.index, step=group.step,
+                                                    error=error, text=text))  # fmt: skip
+        self._fail_job(error, text)
+
+    # ------------------------------------------------------------------ shards
+
+    def advance(self, group: HeldGroup, shard: HeldShard) -> None:
+        """Sum, apply or finish a shard as far as it can go."""
+        if shard.passive or shard.applying or self.view is None or not shard.initialized:
+            return
+        current = shard.version == group.step
+        members = self.members(group) if current else self.view.members
+        tree = restrict(self.view.tree, members)
+        expected = self.sum_if_complete(group, shard, tree, len(members))
+        if not current or group.verdict not in ("apply", "skip") or shard.collection.summing:
+            return
+        commit = group.commits[members[0]]
+        if group.verdict == "skip" or all(v is None for v in expected.values()):
+            if group.verdict == "apply" and not self._assign_first(group, shard, commit):
+                return
+            changed = shard.plan.shard in commit.changed and group.verdict == "apply"
+            self._finish(group, shard, unchanged=not changed)
+            return
+        if not shard.collection.is_good(expected):
+            return
+        if shard.non_finite >= 0 and self.check_finite:
+            name = step_rules.parameter_at(shard.plan, group.specs, shard.non_finite)
+            self._refuse(group, "NonFiniteGradient", f"step {group.step}: the mean gradient of "
+                         f"{name} holds NaN or infinity")  # fmt: skip
+            return
+        if self._assign_first(group, shard, commit):
+            shard.applying = True
+            present = tuple(
+                any(parameter_present(group.commits[r], s.parameter) for r in members)
+                for s in shard.plan.segments
+            )
+            options = group.options[shard.plan.options_group]
+            self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
+                                      commit.clip))  # fmt: skip
+
+    def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
+        """Values that all workers changed alike go in before the update; True when they are in."""
+        return shard.plan.shard not in commit.changed or shard.assign_step == group.step
+
+    def _on_applied(self, event: ev.Applied) -> None:
+        group, shard = self._by_shard[event.shard]
+        shard.applying = False
+        self._finish(group, shard, unchanged=False)
+
+    def _finish(self, group: HeldGroup, shard: HeldShard, *, unchanged: bool) -> None:
+        """The shard has its next version: free the sum, send the update."""
+        self._release_all(group, shard, shard.collection.clear())
+        self._out.append(fx.ReleaseSum(shard.plan.shard))
+        shard.version += 1
+        shard.non_finite = -1
+        agents: dict[str, None] = {}
+        rack_of = self.rack_of()
+        for rank in self.members(group):
+            agent = rack_of.get(rank, -1)
+            if agent >= 0:
+                agents[f"dispatcher-{agent}"] = None
+            else:
+                self._send_update(worker_id(rank), group, shard, unchanged=unchanged)
+        for agent_name in agents:
+            self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
+        if all(s.version > group.step for s in group.shards.values() if not s.passive):
+            group.next_step(group.step + 1)
+
+    def _send_update(
+        self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool
+    ) -> None:
+        assert self.view is not None
+        update = msg.Update(
+            generation=self.view.generation, group=group.index, shard=shard.plan.shard,
+            step=shard.version - 1, version=shard.version, unchanged=unchanged,
+            found_inf=group.verdict == "skip",
+        )  # fmt: skip
+        payload = None if unchanged else fx.Sections(group.index, shard.plan.shard)
+        self._send(target, update, payload)
+
+    def _on_pull(self, source: NodeId, pull: msg.Pull) -> None:
+        found = self._by_shard.get(pull.shard)
+        if found is None:
+            return
+        group, shard = found
+        if not shard.initialized:
+            if all(s != source for s, _ in shard.pulls):
+                shard.pulls.append((source, pull))  # bounded by the number of workers
+            return
+        if shard.version < pull.version:
+            return  # the update comes by itself, or the worker asks again
+        update = msg.Update(
+            generation=self.view.generation if self.view else 0, group=group.index,
+            shard=pull.shard, step=pull.step, version=shard.version,
+            found_inf=self._skipped(group, shard, pull.version),
+        )  # fmt: skip
+        self._send(source, update, fx.Sections(group.index, pull.shard))
+
+    def _skipped(self, group: HeldGroup, shard: HeldShard, version: int) -> bool:
+        return group.verdict == "skip" and shard.version == version == group.step + 1
+
+    # ------------------------------------------------------------------ values
+
+    def _on_assign(self, event: ev.Received, message: msg.Assign) -> None:
+        found = self._by_shard.get(message.shard)
+        if found is None or not event.lease:
+            self._drop(event)
+            return
+        group, shard = found
+        group.catch_up(message.step)
+        stamp = (message.step, message.revision) if not message.at_step else (message.step, 1 << 30)
+        if stamp <= shard.assigned or message.step != group.step:
+            self._drop(event)
+            if shard.assigning is None:
+                self._send_assign_ack(event.source, message)
+            return
+        if shard.assigning is not None:
+            self._drop(event)
+            return
+        shard.assigned = stamp
+        shard.assigning = (event.source, message)
+        shard.ticket += 1
+        self._out.append(fx.Store(group.index, message.shard, shard.ticket, event.lease,
+                                  message.keys, message.dtypes, message.scalars))  # fmt: skip
+
+    def _send_assign_ack(self, target: NodeId, message: msg.Assign) -> None:
+        self._send(target, msg.AssignAck(group=message.group, shard=message.shard,
+                                         step=message.step, revision=message.revision))  # fmt: skip
+
+    def _on_stored(self, event: ev.Stored) -> None:
+        group, shard = self._by_shard[event.shard]
+        shard.initialized = True
+        if shard.assigning is not None:
+            source, message = shard.assigning
+            shard.assigning = None
+            if message.at_step:
+                shard.assign_step = message.step
+            self._send_assign_ack(source, message)
+        pulls, shard.pulls = shard.pulls, []
+        for source, pull in pulls:
+            self._on_pull(source, pull)
+        self.advance(group, shard)
+
+    def _on_pull_state(self, source: NodeId, pull: msg.PullState) -> None:
+        found = self._by_shard.get(pull.shard)
+        if found is not None:
+            found[0].catch_up(pull.version)
+        if found is None or found[1].version < pull.version or not found[1].initialized:
+            return
+        state = msg.State(
+            generation=self.view.generation if self.view else 0, group=pull.group,
+            shard=pull.shard, step=pull.step, version=found[1].version,
+        )  # fmt: skip
+        self._send(source, state, fx.Sections(pull.group, pull.shard, ("*",)))
+
+    # ------------------------------------------------------------ norms, saves
+
+    def _measure(self, group: HeldGroup) -> None:
+        """Answer norm requests when all have asked and every sum is made of what they named."""
+        if group.measured or not group.norms or self.view is None:
+            return
+        if not self.everybody(group, group.norms):
+            return
+        ready = []
+        for shard in group.shards.values():
+            if shard.passive:
+                continue
+            expected = self.expected(group, shard)
+            if all(v is None for v in expected.values()):
+                continue
+            if shard.collection.summing or not shard.collection.is_good(expected):
+                return
+            ready.append(shard.plan.shard)
+        group.measured = True
+        self._out.append(fx.Measure(group.index, group.step, tuple(ready)))
+
+    def _on_measured(self, event: ev.Measured) -> None:
+        group = self.groups[event.group]
+        if event.step != group.step:
+            return
+        for rank in self.members(group):
+            self._send(worker_id(rank), msg.Norms(group=group.index, step=group.step,
+                                                  squares=event.squares))  # fmt: skip
+
+    def on_reduced(self, event: ev.Reduced) -> None:
+        """A sum is ready; norm requests may have waited for it."""
+        super().on_reduced(event)
+        self._measure(self._by_shard[event.shard][0])
+
+    def _on_snapshot(self, snapshot: msg.Snapshot) -> None:
+        group = self.groups.get(snapshot.group)
+        if group is not None:
+            group.catch_up(snapshot.version)
+        if group is None or group.step != snapshot.version:
+            return
+        if group.copying == snapshot.checkpoint:
+            self._send_snapshot_ack(group, snapshot.checkpoint)
+            return
+        group.copying = snapshot.checkpoint
+        self._out.append(fx.Copy(group.index, snapshot.checkpoint, group.step))
+
+    def _on_copied(self, event: ev.Copied) -> None:
+        self._send_snapshot_ack(self.groups[event.group], event.checkpoint)
+
+    def _send_snapshot_ack(self, group: HeldGroup, checkpoint: str) -> None:
+        self._send(worker_id(0), msg.SnapshotAck(group=group.index, step=group.step,
+                                                 checkpoint=checkpoint))  # fmt: skip
+
+    def _on_written(self, event: ev.Written) -> None:
+        if event.saved is not None:
+            self._send("dispatcher-0", event.saved)
+        else:
+            self._send("dispatcher-0", msg.SaveFailed(node=self.node, checkpoint=event.checkpoint,
+                                                      text=event.error))  # fmt: skip
+
+    # ------------------------------------------------------------------ timers
+
+    def _on_timer(self, name: str, now_ns: int) -> None:
+        kind, _, index = name.partition(":")
+        group = self.groups.get(int(index)) if kind == "sync" else None
+        if group is None or (not group.commits and not group.norms):
+            return
+        table = group.commits or group.norms
+        missing = [r for r in self.members(group) if r not in table]
+        waited_ns = now_ns - group.since_ns
+        if missing and waited_ns >= self.warning_ns:
+            text = step_rules.sync_timeout_text(self.node, group, missing, waited_ns)
+            if waited_ns >= self.timeout_ns:
+                self._refuse(group, "DeadlineExceeded", text + "; giving up")
+                return
+            self._send("dispatcher-0", msg.Announcement(level="warning", text=text))
+        self._out.append(fx.SetTimer(name, now_ns + self.warning_ns))

@@ -1,0 +1,77 @@
+"""Sentences about a step: do the workers agree, and who is waited for. Pure text and comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paradis.core.registration import compare_options
+from paradis.roles.receiver import HeldGroup, HeldShard
+from paradis.wire import messages as msg
+
+
+def disagreement(
+    commits: Mapping[int, msg.StepCommit],
+    specs: Sequence[msg.ParameterSpec],
+    shards: Mapping[int, HeldShard],
+    step: int,
+) -> str:
+    """Return why the workers' commits contradict each other, or an empty text."""
+    different = compare_options({r: c.options for r, c in commits.items()})
+    if different:
+        return f"step {step} refused: the workers' hyper-parameters differ: {different}"
+    clips = {r: c.clip for r, c in commits.items()}
+    if len(set(clips.values())) > 1:
+        return (
+            f"step {step} refused: clip_grad_norm_ was called with different results: {clips}; "
+            "call it on every worker with the same max_norm"
+        )
+    first_rank, first = next(iter(commits.items()))
+    for rank, commit in commits.items():
+        for shard_id in sorted({*first.changed, *commit.changed}):
+            if shard_id not in shards:
+                continue
+            ours, theirs = first.changed.get(shard_id), commit.changed.get(shard_id)
+            if ours != theirs:
+                name = _changed_name(shards[shard_id].plan, specs, ours, theirs)
+                return (
+                    f"step {step} refused: the script changed the value of {name} differently on "
+                    f"workers {first_rank} and {rank} (or on only one of them); make the same "
+                    "change on every worker, or none"
+                )
+    return ""
+
+
+def _changed_name(
+    plan: msg.ShardPlan,
+    specs: Sequence[msg.ParameterSpec],
+    ours: Sequence[int] | None,
+    theirs: Sequence[int] | None,
+) -> str:
+    for i, segment in enumerate(plan.segments):
+        a = ours[i] if ours is not None and i < len(ours) else 0
+        b = theirs[i] if theirs is not None and i < len(theirs) else 0
+        if a != b:
+            return specs[segment.parameter].name
+    return ", ".join(specs[s.parameter].name for s in plan.segments)
+
+
+def parameter_at(plan: msg.ShardPlan, specs: Sequence[msg.ParameterSpec], element: int) -> str:
+    """Return the name of the parameter that owns an element of the shard."""
+    for segment in plan.segments:
+        if segment.start <= element < segment.start + segment.length:
+            return specs[segment.parameter].name
+    return f"shard {plan.shard}"
+
+
+def sync_timeout_text(
+    node: str, group: HeldGroup, missing: Sequence[int], waited_ns: int
+) -> str:
+    """Return the ``Gradient sync timeout`` line: step, shard, parameter, and who is missing."""
+    shard = next(iter(group.shards.values()))
+    name = group.specs[shard.plan.segments[0].parameter].name if shard.plan.segments else "-"
+    who = ", ".join(f"worker {r}" for r in missing)
+    return (
+        f"Gradient sync timeout: step {group.step} of group {group.index} on {node} has waited "
+        f"{waited_ns / 1e9:.1f} s for {who} (first shard {shard.plan.shard}: {name}, version "
+        f"{shard.version}); it is alive but has not called step(): look at its log"
+    )
