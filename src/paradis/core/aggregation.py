@@ -107,7 +107,7 @@ class Collection:
                 owner = rack_of.get(rank, -1)
                 if owner >= 0 and owner not in self.direct:
                     self.direct[owner] = None
-                    ask.update(self._drop_rack(owner, dropped))
+                    ask.update(dict.fromkeys(self._drop_rack(owner, dropped)))
         for old in [c for c in self.held if any(r in ranks for r in c.ranks)]:
             if any(ranks.get(r, v) < v for r, v in old.ranks.items()):
                 return Added("refused", dropped, list(ask))

@@ -39,16 +39,8 @@ class RackAgentRole(Receiver):
         """Take one event, return what to do about it."""
         self._out = []
         match event:
-            case ev.Received(message=msg.View()):
-                self._on_view(event.message)
-            case ev.Received(message=msg.Plan()):
-                self._on_plan(event.message)
-            case ev.Received(message=msg.Shutdown()):
-                self._out.append(fx.End(event.message.reason))
-            case ev.Received(message=msg.Failed()):
-                self._out.append(fx.Fail(event.message.error, event.message.text))
             case ev.Received(message=msg.ControlMessage()):
-                pass
+                self._on_control(event.message)
             case ev.Received():
                 self._on_data(event, now_ns)
             case ev.Reduced():
@@ -68,6 +60,19 @@ class RackAgentRole(Receiver):
         return self._out
 
     # ---------------------------------------------------------------- control
+
+    def _on_control(self, message: object) -> None:
+        match message:
+            case msg.Welcome():
+                self.incarnation = message.incarnation
+            case msg.View():
+                self._on_view(message)
+            case msg.Plan():
+                self._on_plan(message)
+            case msg.Shutdown():
+                self._out.append(fx.End(message.reason))
+            case msg.Failed():
+                self._out.append(fx.Fail(message.error, message.text))
 
     def _on_view(self, view: msg.View) -> None:
         if self.adopt_view(view):

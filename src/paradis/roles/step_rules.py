@@ -63,9 +63,7 @@ def parameter_at(plan: msg.ShardPlan, specs: Sequence[msg.ParameterSpec], elemen
     return f"shard {plan.shard}"
 
 
-def sync_timeout_text(
-    node: str, group: HeldGroup, missing: Sequence[int], waited_ns: int
-) -> str:
+def sync_timeout_text(node: str, group: HeldGroup, missing: Sequence[int], waited_ns: int) -> str:
     """Return the ``Gradient sync timeout`` line: step, shard, parameter, and who is missing."""
     shard = next(iter(group.shards.values()))
     name = group.specs[shard.plan.segments[0].parameter].name if shard.plan.segments else "-"

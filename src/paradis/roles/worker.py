@@ -88,8 +88,14 @@ class WorkerRole:
                 self._fail(message.error, message.text)
             case msg.CheckpointDone():
                 self._out.append(
-                    fx.Complete(-1, "checkpoint", message.step, "StateError" if message.error
-                                else "", message.error, path=message.path)  # fmt: skip
+                    fx.Complete(
+                        -1,
+                        "checkpoint",
+                        message.step,
+                        "StateError" if message.error else "",
+                        message.error,
+                        path=message.path,
+                    )  # fmt: skip
                 )
             case msg.Announcement():
                 self._out.append(fx.Announce(message.level, message.text))
@@ -169,9 +175,7 @@ class WorkerRole:
             box.begin({s.plan.shard: s.nbytes for s in group.ordered() if s.target == target})
         return box
 
-    def _close(
-        self, event: ev.StepClosed | ev.NormAsked, *, commit: bool, now_ns: int
-    ) -> None:
+    def _close(self, event: ev.StepClosed | ev.NormAsked, *, commit: bool, now_ns: int) -> None:
         group = self.groups[event.group]
         present = dict.fromkeys(event.present)
         revised = dict.fromkeys(event.revised)
@@ -487,8 +491,9 @@ class WorkerRole:
             return
         group.state_waiting.pop(state.shard)
         self._out.append(
-            fx.KeepState(group.index, state.shard, state.keys, state.dtypes, state.scalars,
-                         event.lease)  # fmt: skip
+            fx.KeepState(
+                group.index, state.shard, state.keys, state.dtypes, state.scalars, event.lease
+            )  # fmt: skip
         )
         if not group.state_waiting:
             self._out.append(fx.Complete(group.index, "state", group.step))

@@ -68,7 +68,9 @@ class FrameHeader(NamedTuple):
         return _BY_KIND[self.kind].__name__
 
 
-def encode(message: DataMessage, *, payload_bytes: int, payload_checksum: int | None = None) -> bytes:
+def encode(
+    message: DataMessage, *, payload_bytes: int, payload_checksum: int | None = None
+) -> bytes:
     """Return header and msgpack section of a frame; the payload follows on the wire.
 
     Args:
@@ -114,7 +116,18 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Frame
             f"frame {_BY_KIND[kind].__name__} refused: {meta_bytes} + {payload_bytes} bytes exceed "
             f"the limits {limits.meta_bytes_max} + {limits.payload_bytes_max}"
         )
-    fields = (generation, group, shard, chunk, step, version, worker, incarnation, sequence, revision)
+    fields = (
+        generation,
+        group,
+        shard,
+        chunk,
+        step,
+        version,
+        worker,
+        incarnation,
+        sequence,
+        revision,
+    )
     return FrameHeader(kind, flags, codec, fields, meta_bytes, payload_bytes, checksum)
 
 

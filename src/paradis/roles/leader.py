@@ -1,0 +1,483 @@
+"""The leader's role: membership, generations, plans, checkpoints. Not on the path of a step.
+
+Invariants:
+* the generation only grows, and a view or plan is in force on all servers and rack agents before any
+  worker hears of it;
+* an incarnation is never used twice;
+* a manifest is written only when every server has written its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paradis.core.registration import RegisteredParameter, Registration, compare
+from paradis.core.tree import Tree, default_tree, rack_group
+from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles.planning import make_plan
+from paradis.settings import SharedSettings
+from paradis.wire import messages as msg
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaderConfig:
+    """What the job consists of.
+
+    Attributes:
+        tree: logical groups of ranks; empty: one group per rack.
+        first_generation: last generation and incarnation of an earlier life of this job's store.
+    """
+
+    job: str
+    workers: int
+    servers: int
+    dispatchers: int
+    settings: SharedSettings
+    shared: dict[str, msg.Scalar]
+    tree: Tree = ()
+    first_generation: int = 0
+    first_incarnation: int = 0
+
+
+@dataclass(slots=True)
+class Member:
+    """A node that joined."""
+
+    join: msg.Join
+    incarnation: int
+    seen_ns: int
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class Save:
+    """A checkpoint in the making."""
+
+    info: msg.CheckpointInfo
+    parts: dict[str, msg.Saved]
+    failed: str = ""
+
+
+class LeaderRole:
+    """Pure state machine of the leading dispatcher's control duty."""
+
+    def __init__(self, config: LeaderConfig) -> None:
+        self.config = config
+        self.generation = config.first_generation
+        self.incarnation = config.first_incarnation
+        self.nodes: dict[NodeId, Member] = {}
+        self.view: msg.View | None = None
+        self.plans: dict[tuple[int, int], msg.Plan] = {}
+        self._registered: dict[tuple[int, int], dict[int, msg.Register]] = {}
+        self._unready: dict[str, None] = {}
+        self._queue: list[msg.View | msg.Plan] = []
+        self._publishing: msg.View | msg.Plan | None = None
+        self._left: dict[int, dict[int, int]] = {}
+        self._done: dict[int, None] = {}
+        self._saves: dict[str, Save] = {}
+        self._reports: dict[str, dict[str, float]] = {}
+        self._over = ""
+        self._next_shard = 0
+        self._out: list[fx.Effect] = []
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
+        """Take one event, return what to do about it."""
+        self._out = []
+        match event:
+            case ev.Received():
+                self._on_message(event.source, event.message, now_ns)
+            case ev.PeerLost():
+                self._on_stream_lost(event.peer, event.reason, now_ns)
+            case ev.TimerFired():
+                self._on_timer(event.name, now_ns)
+            case ev.ManifestWritten():
+                self._on_manifest(event)
+            case ev.EffectFailed():
+                self._fail(event.error, f"dispatcher-0: {event.what}: {event.text}", now_ns)
+        return self._out
+
+    def _on_message(self, source: NodeId, message: object, now_ns: int) -> None:
+        member = self.nodes.get(source)
+        if member is not None:
+            member.seen_ns = now_ns
+        match message:
+            case msg.Join():
+                self._on_join(source, message, now_ns)
+            case msg.Register():
+                self._on_register(source, message, now_ns)
+            case msg.ViewReady() | msg.PlanReady():
+                self._on_ready(source, message)
+            case msg.Beat():
+                for node in message.nodes:
+                    if NodeId(node) in self.nodes:
+                        self.nodes[NodeId(node)].seen_ns = now_ns
+            case msg.Leave():
+                self._on_leave(NodeId(message.node), message.steps, now_ns)
+            case msg.NodeExited():
+                self._on_exited(message, now_ns)
+            case msg.Failed():
+                self._fail(message.error, message.text, now_ns)
+            case msg.Announcement():
+                self._announce(message.level, message.text)
+            case msg.Report():
+                self._reports[message.node] = message.counters
+            case msg.CheckpointInfo() | msg.Saved() | msg.SaveFailed():
+                self._on_checkpoint(source, message)
+
+    # ------------------------------------------------------------------- joins
+
+    def _on_join(self, source: NodeId, join: msg.Join, now_ns: int) -> None:
+        refusal = self._refusal(join)
+        if refusal:
+            self._send(source, msg.Refused(error="JoinRefused", text=refusal))
+            return
+        if not self.nodes:
+            deadline = now_ns + int(self.config.settings.join_timeout_s * 1e9)
+            self._out.append(fx.SetTimer("join", deadline))
+            self._out.append(fx.SetTimer("alive", now_ns + self._beat_ns))
+        self.incarnation += 1
+        self.nodes[source] = Member(join, self.incarnation, now_ns)
+        self._out.append(fx.Persist({"incarnation": str(self.incarnation)}))
+        self._send(source, msg.Welcome(
+            node=source, incarnation=self.incarnation, generation=self.generation,
+            job=self.config.job, world_size=self.config.workers, settings=self.config.shared,
+        ))  # fmt: skip
+        if not self._absent() and self.view is None:
+            self._first_view(now_ns)
+
+    @property
+    def _beat_ns(self) -> int:
+        return int(self.config.settings.heartbeat_interval_s * 1e9)
+
+    def _refusal(self, join: msg.Join) -> str:
+        """Return why a node may not join, or an empty text."""
+        node = NodeId(join.node)
+        limits = {"worker": self.config.workers, "server": self.config.servers,
+                  "dispatcher": self.config.dispatchers}  # fmt: skip
+        if self._over:
+            return f"{node} refused: the job is over ({self._over}); start a new one"
+        limit = limits.get(join.role)
+        if limit is not None and not 0 <= index_of(node) < limit:
+            return (f"{node} refused: the job has {limit} {join.role}s; "
+                    f"expected an index below {limit}; check RANK or --index")  # fmt: skip
+        member = self.nodes.get(node)
+        if member is not None and role_of(node) != "agent":
+            state = "has ended" if member.gone else "is in the job"
+            return (f"{node} refused: a node of this name {state} (host {member.join.host}, pid "
+                    f"{member.join.pid}); give each node its own RANK or --index")  # fmt: skip
+        return ""
+
+    def _absent(self) -> list[NodeId]:
+        wanted = [dispatcher_id(i) for i in range(self.config.dispatchers)]
+        wanted += [server_id(i) for i in range(self.config.servers)]
+        wanted += [worker_id(i) for i in range(self.config.workers)]
+        return [n for n in wanted if n not in self.nodes]
+
+    def _of_role(self, role: str) -> list[NodeId]:
+        return sorted((n for n in self.nodes if role_of(n) == role), key=index_of)
+
+    def _first_view(self, now_ns: int) -> None:
+        self._warn_capabilities()
+        ranks = tuple(range(self.config.workers))
+        by_rack: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_rack.setdefault(self.nodes[worker_id(rank)].join.rack, []).append(rank)
+        tree = self.config.tree or default_tree(ranks, by_rack if len(by_rack) > 1 else {})
+        self._publish_view(ranks, tree, self._racks(by_rack, tree))
+
+    def _racks(
+        self, by_rack: dict[str, list[int]], tree: Tree
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """A rack agent is used where the rack has several workers and the job several racks."""
+        mode = self.config.settings.rack_aggregation
+        racks: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for rack, ranks in by_rack.items():
+            agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
+            pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
+            usable = agents and pays and rack_group(tree, ranks) is not None
+            racks[rack] = (agents[0] if usable else "", tuple(ranks))
+        return racks
+
+    def _warn_capabilities(self) -> None:
+        seen: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for node in self._of_role("server"):
+            key = tuple(sorted(self.nodes[node].join.capability.items()))
+            seen.setdefault(key, []).append(node)
+        if len(seen) > 1:
+            parts = "; ".join(f"{', '.join(n)}: {dict(k)}" for k, n in seen.items())
+            self._announce("warning", "servers differ in CPU capability or torch version, so bits may "
+                           f"depend on placement: {parts}")  # fmt: skip
+
+    # ------------------------------------------------------------- publishing
+
+    def _publish_view(
+        self,
+        members: Iterable[int],
+        tree: Tree,
+        racks: dict[str, tuple[str, tuple[int, ...]]],
+    ) -> None:
+        addresses = {
+            str(n): m.join.addresses
+            for n, m in self.nodes.items()
+            if m.join.addresses and role_of(n) in ("server", "dispatcher")
+        }
+        self.generation += 1
+        self.view = msg.View(
+            generation=self.generation, members=tuple(members), left=dict(self._left), tree=tree,
+            addresses=addresses, racks=racks,
+        )  # fmt: skip
+        self._publish(self.view)
+
+    def _publish(self, message: msg.View | msg.Plan) -> None:
+        """Servers and rack agents first; workers when all of those have confirmed."""
+        self._queue.append(message)
+        if self._publishing is None:
+            self._publish_next()
+
+    def _publish_next(self) -> None:
+        if not self._queue:
+            return
+        self._publishing = self._queue.pop(0)
+        self._out.append(fx.Persist({"generation": str(self.generation)}))
+        first = self._of_role("server") + self._of_role("dispatcher")
+        self._unready = dict.fromkeys(first)
+        for node in first:
+            self._send(node, self._publishing)
+
+    def _on_ready(self, source: NodeId, ready: msg.ViewReady | msg.PlanReady) -> None:
+        now = self._publishing
+        if now is None or ready.generation != now.generation:
+            return
+        if isinstance(ready, msg.PlanReady) != isinstance(now, msg.Plan):
+            return
+        self._unready.pop(source, None)
+        if self._unready:
+            return
+        for node in self._of_role("worker"):
+            if not self.nodes[node].gone:
+                self._send(node, now)
+        self._publishing = None
+        self._publish_next()
+
+    def _on_register(self, source: NodeId, register: msg.Register, now_ns: int) -> None:
+        key = (register.group, register.part)
+        if key in self.plans:
+            return
+        table = self._registered.setdefault(key, {})
+        table[register.rank] = register
+        if len(table) == 1:
+            deadline = now_ns + int(self.config.settings.join_timeout_s * 1e9)
+            self._out.append(fx.SetTimer(f"register:{key[0]}:{key[1]}", deadline))
+        wanted = self.view.members if self.view else tuple(range(self.config.workers))
+        if any(r not in table for r in wanted):
+            return
+        refusal = compare([_registration(table[r]) for r in sorted(table)])
+        if refusal:
+            self._fail("JoinRefused", refusal, now_ns)
+            return
+        self._plan(table[min(table)])
+
+    def _plan(self, register: msg.Register) -> None:
+        key = (register.group, register.part)
+        servers = [str(n) for n in self._of_role("server")]
+        earlier = [p for (g, _), p in self.plans.items() if g == register.group]
+        first = sum(len(p.parameters) for p in earlier)
+        placed = [s for p in self.plans.values() for s in p.shards]
+        plan = make_plan(
+            register, self.config.settings, servers,
+            generation=self.generation, first_parameter=first, first_shard=self._next_shard,
+            placed=placed,
+        )  # fmt: skip  # a plan adds shards to a view: frames in flight stay valid
+        self._next_shard += len(plan.shards)
+        self.plans[key] = plan
+        self._publish(plan)
+
+    # -------------------------------------------------------------------- ends
+
+    def _on_leave(self, node: NodeId, steps: dict[int, int], now_ns: int) -> None:
+        if role_of(node) != "worker" or self._over:
+            return
+        rank = index_of(node)
+        if rank in self._done:
+            return
+        self._done[rank] = None
+        if node in self.nodes:
+            self.nodes[node].gone = True
+        if len(self._done) == self.config.workers:
+            self._finish("all workers have finished", now_ns)
+            return
+        self._left[rank] = steps
+        if self.view is None:
+            return
+        self._early_finish(rank, steps, now_ns)
+
+    def _early_finish(self, rank: int, steps: dict[int, int], now_ns: int) -> None:
+        assert self.view is not None
+        members = [r for r in self.view.members if r != rank]
+        at = ", ".join(f"step {n}" for n in steps.values()) or "the step it committed last"
+        text = f"worker {rank} finished after {at}"
+        if self.config.settings.on_early_finish == "fail" and members:
+            waiting = ", ".join(f"worker {r}" for r in members)
+            self._fail("WorkersDisagree", f"{text} while others go on ({waiting}); give all workers the "
+                       "same number of batches, or set training.on_early_finish: continue", now_ns)  # fmt: skip
+            return
+        self._out.append(fx.SetTimer(f"early:{rank}", now_ns + 500_000_000))
+        self._publish_view(members, self.view.tree, self.view.racks)
+
+    def _on_exited(self, exited: msg.NodeExited, now_ns: int) -> None:
+        node = NodeId(exited.node)
+        if node in self.nodes:
+            self.nodes[node].gone = True
+        if exited.code == 0 and role_of(node) == "worker":
+            self._on_leave(node, {g: -1 for g, _ in self.plans}, now_ns)
+        elif not self._over and (exited.code != 0 or role_of(node) != "worker"):
+            self._fail("JobFailed", exited.text or f"{node} ended with status {exited.code}",
+                       now_ns)  # fmt: skip
+
+    def _on_stream_lost(self, node: NodeId, reason: str, now_ns: int) -> None:
+        member = self.nodes.get(node)
+        if member is None or member.gone or self._over:
+            return
+        if role_of(node) == "agent":
+            return
+        # Its host agent may still say how it ended.
+        self._out.append(fx.SetTimer(f"lost:{node}", now_ns + 2_000_000_000))
+
+    def _on_timer(self, name: str, now_ns: int) -> None:
+        kind, _, rest = name.partition(":")
+        if self._over and kind != "summary":
+            return
+        if kind == "join" and self.view is None:
+            absent = ", ".join(self._absent()[:8])
+            waited = self.config.settings.join_timeout_s
+            self._fail("DeadlineExceeded", f"the job did not start: after {waited:.0f} s still missing: "
+                       f"{absent}; look at their logs, or raise communication.join_timeout",
+                       now_ns)  # fmt: skip
+        elif kind == "register":
+            self._on_register_deadline(rest, now_ns)
+        elif kind == "lost" and not self.nodes[NodeId(rest)].gone:
+            self._fail("JobFailed", f"{rest} on host {self.nodes[NodeId(rest)].join.host} closed its "
+                       "control stream without leaving; look at its log", now_ns)  # fmt: skip
+        elif kind == "alive":
+            self._check_alive(now_ns)
+        elif kind == "early" and len(self._done) < self.config.workers:
+            rank = int(rest)
+            steps = ", ".join(f"step {n}" for n in self._left[rank].values())
+            left = ", ".join(str(r) for r in self.view.members) if self.view else ""
+            self._announce("warning", f"worker {rank} finished early, after {steps}; the mean is now "
+                           f"over {self.config.workers - len(self._done)} workers: {left}")  # fmt: skip
+        elif kind == "summary":
+            self._summary()
+
+    def _on_register_deadline(self, rest: str, now_ns: int) -> None:
+        group, part = (int(x) for x in rest.split(":"))
+        if (group, part) in self.plans:
+            return
+        have = sorted(self._registered.get((group, part), {}))
+        missing = [r for r in range(self.config.workers) if r not in have and r not in self._done]
+        self._fail("DeadlineExceeded", f"wrap number {group} (part {part}) was called on workers {have} "
+                   f"but not on {missing}; call paradis.wrap on every worker", now_ns)  # fmt: skip
+
+    def _check_alive(self, now_ns: int) -> None:
+        limit_ns = int(self.config.settings.failure_timeout_s * 1e9)
+        for node, member in self.nodes.items():
+            silent_ns = now_ns - member.seen_ns
+            if role_of(node) == "agent" or member.gone or node == dispatcher_id(0):
+                continue
+            if silent_ns > limit_ns:
+                self._fail("JobFailed", f"{node} on host {member.join.host} has not been heard of for "
+                           f"{silent_ns / 1e9:.1f} s (limit {limit_ns / 1e9:.0f} s)", now_ns)  # fmt: skip
+                return
+        self._out.append(fx.SetTimer("alive", now_ns + self._beat_ns))
+
+    def _fail(self, error: str, text: str, now_ns: int) -> None:
+        if self._over:
+            return
+        self._over = text
+        for node, member in self.nodes.items():
+            if not member.gone:
+                self._send(node, msg.Failed(error=error, text=text))
+        self._out.append(fx.SetTimer("summary", now_ns + 1_000_000_000))
+
+    def _finish(self, reason: str, now_ns: int) -> None:
+        self._over = reason
+        for node, member in self.nodes.items():
+            if role_of(node) in ("server", "dispatcher") and not member.gone:
+                self._send(node, msg.Shutdown(reason=reason))
+        pending = 5_000_000_000 if self._saves else 1_000_000_000
+        self._out.append(fx.SetTimer("summary", now_ns + pending))
+
+    def _summary(self) -> None:
+        for node in self._of_agents():
+            self._send(node, msg.Summary(nodes=dict(self._reports)))
+            self._send(node, msg.Shutdown(reason=self._over))
+        self._out.append(fx.End(self._over))
+
+    def _of_agents(self) -> list[NodeId]:
+        return sorted(n for n in self.nodes if role_of(n) == "agent")
+
+    # ------------------------------------------------------------- checkpoints
+
+    def _on_checkpoint(
+        self, source: NodeId, message: msg.CheckpointInfo | msg.Saved | msg.SaveFailed
+    ) -> None:
+        save = self._saves.get(message.checkpoint)
+        if isinstance(message, msg.CheckpointInfo):
+            if save is None:
+                self._saves[message.checkpoint] = Save(message, {})
+            return
+        if save is None or save.failed:
+            return
+        if isinstance(message, msg.SaveFailed):
+            save.failed = message.text
+            self._checkpoint_done(save, "", f"{message.node}: {message.text}")
+            return
+        save.parts[message.node] = message
+        if len(save.parts) == self.config.servers:
+            plans = tuple(p for (g, _), p in sorted(self.plans.items()) if g == save.info.group)
+            parts = tuple(save.parts[str(n)] for n in self._of_role("server"))
+            self._out.append(fx.WriteManifest(save.info, plans, parts))
+
+    def _on_manifest(self, event: ev.ManifestWritten) -> None:
+        save = self._saves.get(event.checkpoint)
+        if save is not None:
+            self._checkpoint_done(save, event.path, event.error)
+
+    def _checkpoint_done(self, save: Save, path: str, error: str) -> None:
+        del self._saves[save.info.checkpoint]
+        done = msg.CheckpointDone(checkpoint=save.info.checkpoint, path=path, step=save.info.step,
+                                  error=error)  # fmt: skip
+        for node in [*self._of_role("worker")[:1], *self._of_agents()]:
+            if not self.nodes[node].gone:
+                self._send(node, done)
+        if self._over:
+            self._out.append(fx.SetTimer("summary", 0))
+
+    # ---------------------------------------------------------------- plumbing
+
+    def _announce(self, level: str, text: str) -> None:
+        for node in self._of_agents():
+            self._send(node, msg.Announcement(level=level, text=text))
+        if not self._of_agents():
+            for node in self._of_role("worker")[:1]:
+                self._send(node, msg.Announcement(level=level, text=text))
+
+    def _send(self, target: str, message: msg.ControlMessage) -> None:
+        self._out.append(fx.Send(NodeId(target), message))
+
+    def check(self) -> None:
+        """Assert the invariants; called after every event in tests and simulation."""
+        incarnations = [m.incarnation for m in self.nodes.values()]
+        assert len(set(incarnations)) == len(incarnations)
+        assert self.view is None or self.view.generation <= self.generation
+
+
+def _registration(register: msg.Register) -> Registration:
+    parameters = tuple(
+        RegisteredParameter(p.name, p.shape, p.dtype, p.options_group, p.trainable)
+        for p in register.parameters
+    )
+    return Registration(register.rank, parameters, register.optimizer, register.options)

@@ -1,0 +1,72 @@
+"""From a registration to a plan: layout into shards, placement on servers. Pure conversion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paradis.core.layout import LayoutConfig, ParameterInfo, build, element_bytes
+from paradis.core.placement import Item, place
+from paradis.settings import SharedSettings
+from paradis.wire import messages as msg
+
+
+def make_plan(
+    register: msg.Register,
+    settings: SharedSettings,
+    servers: Sequence[str],
+    *,
+    generation: int,
+    first_parameter: int,
+    first_shard: int,
+    placed: Sequence[msg.ShardPlan] = (),
+) -> msg.Plan:
+    """Return the plan of one registered part.
+
+    Args:
+        register: what the workers agreed on.
+        servers: names of the servers, equal weights.
+        first_parameter: index of the part's first parameter within the group.
+        first_shard: number of the part's first shard.
+        placed: shards placed before, which count as load.
+    """
+    infos = [
+        ParameterInfo(p.name, math.prod(p.shape), p.dtype, element_bytes(p.dtype), p.options_group)
+        for p in register.parameters
+    ]
+    config = LayoutConfig(
+        shard_bytes=settings.shard_bytes,
+        bucket_bytes=settings.bucket_bytes,
+        bucket_small_bytes=settings.small_tensor_bytes,
+    )
+    layout = build(infos, config, group=register.group, part=register.part,
+                   first_parameter=first_parameter)  # fmt: skip
+    items = [Item(s.key, layout.bytes_of(s)) for s in layout.shards]
+    before = {f"shard {s.shard}": s for s in placed}
+    items += [Item(k, s.length * element_bytes(s.dtype)) for k, s in before.items()]
+    decisions = place(
+        items,
+        dict.fromkeys(servers, 1.0),
+        settings.load_epsilon,
+        fixed={k: s.server for k, s in before.items()},
+    )
+    shards = tuple(
+        msg.ShardPlan(
+            shard=first_shard + i,
+            server=decisions[s.key].server,
+            dtype=s.dtype,
+            length=s.length,
+            segments=tuple(
+                msg.Segment(g.parameter, g.offset, g.length, g.start) for g in s.segments
+            ),
+            options_group=s.options_group,
+            priority=first_shard + s.priority,
+        )
+        for i, s in enumerate(layout.shards)
+    )
+    return msg.Plan(
+        generation=generation, group=register.group, part=register.part,
+        first_parameter=first_parameter, parameters=register.parameters,
+        optimizer=register.optimizer, options=register.options, shards=shards,
+        step=register.step, restore=settings.restore,
+    )  # fmt: skip
