@@ -1,0 +1,135 @@
+"""Frames that wait to be written, bounded in bytes, and what one system call may take of them.
+
+Invariant: bytes leave in the order of the frames; a frame's buffers are held until its last byte
+has left. Not locked: the connection's lock guards it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from paradis.errors import Overloaded
+
+IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+"""Most buffers that one scatter-gather call takes."""
+
+COALESCED_BYTES_MAX: Final = 256 << 10
+"""Small frames share a system call up to this size; beyond it the call itself costs little."""
+
+_EMPTY: Final = memoryview(b"")
+
+
+def byte_views(buffers: Sequence[memoryview]) -> tuple[memoryview, ...]:
+    """Return flat byte views of the buffers that are not empty.
+
+    Args:
+        buffers: C-contiguous memory of any format; borrowed, not copied.
+    """
+    return tuple(
+        view if view.format == "B" and view.ndim == 1 else view.cast("B")
+        for view in buffers
+        if view.nbytes
+    )
+
+
+class Outgoing:
+    """One encoded frame on its way out.
+
+    Attributes:
+        views: what is to be sent; pieces already sent are released.
+        left: bytes not yet sent.
+        on_sent: called once, by the connection, when nothing is left.
+    """
+
+    __slots__ = ("_first", "left", "on_sent", "views")
+
+    def __init__(
+        self, head: bytes, payload: tuple[memoryview, ...], on_sent: Callable[[], None] | None
+    ) -> None:
+        self.views: list[memoryview] = [memoryview(head), *payload]
+        self.left = len(head) + sum(map(len, payload))
+        self.on_sent = on_sent
+        self._first = 0
+
+    def pending(self, count: int) -> list[memoryview]:
+        """Return up to ``count`` views that are still to be sent."""
+        return self.views[self._first : self._first + count]
+
+    def advance(self, count: int) -> None:
+        """Forget ``count`` bytes that were sent."""
+        self.left -= count
+        while count:
+            view = self.views[self._first]
+            if count < len(view):
+                self.views[self._first] = view[count:]
+                return
+            count -= len(view)
+            self.views[self._first] = _EMPTY
+            self._first += 1
+
+
+class SendQueue:
+    """Outgoing frames in order.
+
+    Attributes:
+        bytes: what is queued and not yet sent.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes = 0
+        self._bytes_max = bytes_max
+        self._frames: deque[Outgoing] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def append(self, frame: Outgoing) -> None:
+        """Queue a frame.
+
+        Raises:
+            Overloaded: the bound in bytes would be passed; the queue is as before.
+        """
+        if self.bytes + frame.left > self._bytes_max:
+            raise Overloaded(
+                f"frame not queued: its {frame.left} bytes and the {self.bytes} waiting exceed the "
+                f"send queue's bound of {self._bytes_max} bytes; wait until the peer has read, or "
+                "raise queue_bytes_max"
+            )
+        self.bytes += frame.left
+        self._frames.append(frame)
+
+    def gather(self) -> list[memoryview]:
+        """Return the views of the next system call: one large frame or several small ones."""
+        views: list[memoryview] = []
+        size = 0
+        for frame in self._frames:
+            if views and size + frame.left > COALESCED_BYTES_MAX:
+                break
+            views += frame.pending(IOV_MAX - len(views))
+            size += frame.left
+            if len(views) >= IOV_MAX:
+                break
+        return views
+
+    def consume(self, count: int) -> list[Callable[[], None]]:
+        """Take ``count`` sent bytes off the front; return the callbacks of the finished frames."""
+        finished: list[Callable[[], None]] = []
+        self.bytes -= count
+        while count:
+            frame = self._frames[0]
+            if count < frame.left:
+                frame.advance(count)
+                break
+            count -= frame.left
+            self._frames.popleft()
+            if frame.on_sent is not None:
+                finished.append(frame.on_sent)
+        return finished
+
+    def clear(self) -> None:
+        """Drop everything; the callbacks are not called."""
+        self._frames.clear()
+        self.bytes = 0
