@@ -75,7 +75,8 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
     problems = verify(checkpoint)
     for problem in problems:
         print(problem)
-    print(f"{checkpoint}: {f'{len(problems)} problems' if problems else 'whole'}")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print(f"{checkpoint}: {count if problems else 'whole'}")
     return 1 if problems else 0
 
 

@@ -93,10 +93,18 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def data_offsets(entries: Iterable[Entry]) -> dict[str, int]:
-    """Return where each tensor's data starts, in bytes after the header."""
+    """Return where each tensor's data starts, in bytes after the header.
+
+    Raises:
+        LocalProtocolError: two tensors have one name.
+    """
     offsets: dict[str, int] = {}
     position = 0
     for entry in in_file_order(entries):
+        if entry.name in offsets:
+            raise LocalProtocolError(
+                f"tensor file refused: two tensors have the same name {entry.name}"
+            )
         offsets[entry.name] = position
         position += entry.nbytes
     return offsets
@@ -125,8 +133,6 @@ def write_tensors(file: BinaryIO, tensors: Sequence[tuple[str, torch.Tensor]]) -
         OSError: the file could not be written.
     """
     by_name = dict(tensors)
-    if len(by_name) != len(tensors):
-        raise LocalProtocolError("tensor file refused: two tensors have the same name")
     entries = [Entry(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors]
     file.write(header(entries))
     for entry in in_file_order(entries):
