@@ -1,0 +1,173 @@
+"""The command ``paradis``: reads arguments, calls, prints.
+
+Errors of ours are one line on standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from paradis.cli import run
+from paradis.errors import ConfigError, ParadisError
+from paradis.runtime.arguments import DispatcherArguments, ServerArguments
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_LAZY: Final = {
+    "checkpoint": "list, verify and export checkpoints",
+    "config": "show a job's configuration, print an example",
+}
+"""Commands whose modules are imported when used: they need torch, which takes a second."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if given[:1] == ["run"]:
+            return run.run_command(given[1:])
+        arguments = _parser("".join(given[:1])).parse_args(given)
+        command: Callable[[argparse.Namespace], int] = arguments.run
+        return command(arguments)
+    except ParadisError as error:
+        print(f"paradis: error: {error.message}", file=sys.stderr, flush=True)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `paradis ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _parser(wanted: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paradis",
+        description="Trains PyTorch models with parameter servers and dispatchers.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"paradis {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run.add_parser(commands)
+    _add_server(commands)
+    _add_dispatcher(commands)
+    for name, text in _LAZY.items():
+        if name == wanted:
+            importlib.import_module(f"paradis.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=text)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("paradis")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def _add_node_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dispatchers", default="", metavar="HOST:PORT", help="control address of dispatcher 0"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, required=True, metavar="FILE", help="file with the job's token"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1", metavar="HOST[:PORT]", help="where to take data"
+    )
+    parser.add_argument("--run-dir", type=Path, default=Path(), help="logs, sockets, checkpoints")
+    run.add_config_options(parser)
+
+
+def _add_server(commands: Subparsers) -> None:
+    parser = commands.add_parser("server", help="start one server of a job", allow_abbrev=False)
+    _add_node_options(parser)
+    parser.add_argument("--index", type=int, default=None, help="default: the next free one")
+    parser.add_argument("--rack", default="", help="rack that this host stands in")
+    parser.set_defaults(run=_server)
+
+
+def _add_dispatcher(commands: Subparsers) -> None:
+    parser = commands.add_parser(
+        "dispatcher", help="start one dispatcher of a job; number 0 leads", allow_abbrev=False
+    )
+    _add_node_options(parser)
+    parser.add_argument("--index", type=int, default=0, help="0 (default) leads the job")
+    parser.add_argument("--rack", default="rack-0", help="rack whose traffic it carries")
+    parser.add_argument("--racks", default="rack-0", help="all racks in order, by comma")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--dispatcher-count", type=int, default=1)
+    parser.add_argument("--control-address", default="127.0.0.1:0", metavar="HOST:PORT")
+    parser.add_argument("--address-file", type=Path, default=None, help="gets the control address")
+    parser.add_argument("--job", default="", help="name of the job, for messages")
+    parser.set_defaults(run=_dispatcher)
+
+
+def _server(given: argparse.Namespace) -> int:
+    arguments = ServerArguments(
+        dispatchers=given.dispatchers,
+        token_file=given.token_file.absolute(),
+        index=given.index,
+        listen=given.listen,
+        rack=given.rack,
+        run_directory=given.run_dir.absolute(),
+        config_file=given.config,
+        overrides=run.overrides_of(given.set),
+    )
+    if not arguments.dispatchers:
+        raise ConfigError(
+            "a server needs --dispatchers HOST:PORT, the control address of dispatcher 0"
+        )
+    # Imports torch, for which `--help` and `run` need not wait.
+    from paradis.runtime import process
+
+    return process.run_server(arguments)
+
+
+def _dispatcher(given: argparse.Namespace) -> int:
+    arguments = DispatcherArguments(
+        token_file=given.token_file.absolute(),
+        index=given.index,
+        workers=given.workers,
+        servers=given.servers,
+        dispatchers_count=given.dispatcher_count,
+        racks=tuple(given.racks.split(",")),
+        rack=given.rack,
+        control_address=given.control_address,
+        dispatchers=given.dispatchers,
+        address_file=given.address_file,
+        listen=given.listen,
+        run_directory=given.run_dir.absolute(),
+        config_file=given.config,
+        overrides=run.overrides_of(given.set),
+        job=given.job,
+    )
+    if arguments.index > 0 and not arguments.dispatchers:
+        raise ConfigError(
+            f"dispatcher {arguments.index} needs --dispatchers HOST:PORT, the control address of "
+            "dispatcher 0"
+        )
+    from paradis.runtime import process
+
+    return process.run_dispatcher(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

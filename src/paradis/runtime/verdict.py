@@ -1,0 +1,101 @@
+"""Which of several failures is the one to show, and the exit code that goes with it.
+
+When one node fails the others soon complain as well: their peers are gone, the leader ended the
+job. Invariant: a node that failed for a reason of its own is shown before those complaints, and
+within a kind the first one is.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Final
+
+from paradis.errors import JobFailed, UnavailableError, error_classes
+from paradis.ids import NodeId, index_of, role_of
+
+_CONSEQUENCES: Final = tuple(
+    f"paradis.errors.{name}:"
+    for name, cls in error_classes().items()
+    if issubclass(cls, JobFailed | UnavailableError)
+)
+
+OWN_REASON: Final = 0
+LEADER: Final = 1
+CONSEQUENCE: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure.
+
+    Attributes:
+        kind: ``OWN_REASON``, ``LEADER`` or ``CONSEQUENCE``; the least is shown.
+        message: text for the user.
+        exit_code: what the launcher returns.
+    """
+
+    kind: int
+    message: str
+    exit_code: int
+
+
+def of_node(node: str, code: int, text: str, log: str) -> Failure:
+    """Judge a node that ended with an exit code other than 0, or too early.
+
+    Args:
+        node: its name.
+        code: exit code, or minus the signal's number.
+        text: traceback or last lines of its log, may be empty.
+        log: path of the log, as shown to the user.
+    """
+    who = f"{role_of(NodeId(node))} {index_of(NodeId(node))}"
+    if code == 0:
+        return Failure(OWN_REASON, f"{who} ended before the job did; its log: {log}", 1)
+    if code < 0:
+        name = signal_name(-code)
+        message = f"{who} was killed by signal {-code} ({name}); its log: {log}"
+        return Failure(OWN_REASON, message, 128 - code)
+    shown = "".join(f"\n[{who}] {line}" for line in text.splitlines())
+    last = text.rstrip().rpartition("\n")[2]
+    message = f"{who} exited with code {code}; its log: {log}{shown}"
+    kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else OWN_REASON
+    return Failure(kind, message, code)
+
+
+def of_leader(error: str, text: str) -> Failure:
+    """Judge what the leader said, or that it said nothing any more."""
+    return Failure(LEADER, f"{text} ({error})", 1)
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9, and so on."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+class Verdict:
+    """Collects failures. ``decisive`` once there is no point in waiting for a better one."""
+
+    def __init__(self) -> None:
+        self._failures: list[Failure] = []
+
+    def add(self, failure: Failure) -> None:
+        """Take a failure into account."""
+        self._failures.append(failure)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything failed."""
+        return bool(self._failures)
+
+    @property
+    def decisive(self) -> bool:
+        """Whether a failure has a reason of its own."""
+        return any(failure.kind == OWN_REASON for failure in self._failures)
+
+    def first(self) -> Failure:
+        """Return the failure to show; there must be one."""
+        return min(self._failures, key=lambda failure: failure.kind)
