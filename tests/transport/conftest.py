@@ -12,7 +12,7 @@ import pytest
 
 from paradis.errors import ParadisError
 from paradis.ids import NodeId
-from paradis.transport.base import Connection, Identity, LinkConfig, Listener, Transport
+from paradis.transport.base import Connection, Identity, LinkConfig, Listener, Placement, Transport
 from paradis.transport.memory import MemoryNetwork, MemoryTransport
 from paradis.transport.sockets import SocketTransport
 from paradis.wire.frame import FrameHeader
@@ -48,7 +48,7 @@ class Recorder:
             raise self.refusal
         return Pieces([memoryview(bytearray(n)) for n in self.split(header.payload_bytes)])
 
-    def deliver(self, peer: NodeId, message: DataMessage, placement: Pieces | None) -> None:
+    def deliver(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
         payload = None
         if placement is not None:
             payload = b"".join(placement.views) if self.keep else b""

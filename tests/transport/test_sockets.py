@@ -36,7 +36,9 @@ from .conftest import (
 
 
 @contextmanager
-def raw_peer(links: Links, sink: Recorder, config: LinkConfig | None = None, *, known: bool = True):  # type: ignore[no-untyped-def]
+def raw_peer(
+    links: Links, sink: Recorder, config: LinkConfig | None = None, *, known: bool = True
+) -> Iterator[socket.socket]:
     """Yield a bare socket connected to a listener, by default after the handshake."""
     listener = links.listen(sink, config)
     with connect_socket(listener.addresses[0], links.scheme, config or LinkConfig()) as sock:
@@ -143,8 +145,10 @@ def test_the_unauthenticated_are_bounded(
     sink = Recorder()
     with raw_peer(socket_links, sink, known=False) as first:
         address = socket_links.opened[0].addresses[0]  # type: ignore[union-attr]
-        connect = lambda: connect_socket(address, socket_links.scheme, LinkConfig())  # noqa: E731
-        with connect() as second, connect() as third:
+        with (
+            connect_socket(address, socket_links.scheme, LinkConfig()) as second,
+            connect_socket(address, socket_links.scheme, LinkConfig()) as third,
+        ):
             assert first.recv(1) and second.recv(1)  # both were challenged
             third.settimeout(0.0)
             with pytest.raises(BlockingIOError):

@@ -33,7 +33,7 @@ from paradis.wire.frame import checksum, encode
 from paradis.wire.messages import DataMessage
 
 INLINE_BYTES_MAX: Final = 64 << 10
-"""Frames up to this size are tried in the caller's thread, which saves a change of threads."""
+"""Payloads up to this size are tried in the caller's thread, which saves a change of threads."""
 
 DRAIN_S: Final = 1.0
 """Deadline of sending what is queued at ``close``, and again of the peer's end of stream."""
@@ -140,7 +140,7 @@ class SocketConnection:
         with self._lock:
             if self._state is not _State.OPEN:
                 raise self._unreachable(message)
-            inline = not self._writing and not self._queue and frame.left <= INLINE_BYTES_MAX
+            inline = not self._writing and not self._queue and size <= INLINE_BYTES_MAX
             self._queue.append(frame)
             if not inline:
                 if not self._writing:
