@@ -1,4 +1,4 @@
-"""`paradis run` with real processes: a real leader's stream, stand-ins for servers and dispatchers."""
+"""`paradis run` with real processes; servers and dispatchers are stand-ins with real streams."""
 
 from __future__ import annotations
 

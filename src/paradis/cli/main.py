@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from paradis.cli import run
+from paradis.config import load_config, shared_settings
 from paradis.errors import ConfigError, ParadisError
 from paradis.runtime.arguments import DispatcherArguments, ServerArguments
+from paradis.settings import settings_from
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -92,7 +94,6 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
         "--listen", default="127.0.0.1", metavar="HOST[:PORT]", help="where to take data"
     )
     parser.add_argument("--run-dir", type=Path, default=Path(), help="logs, sockets, checkpoints")
-    run.add_config_options(parser)
 
 
 def _add_server(commands: Subparsers) -> None:
@@ -111,12 +112,12 @@ def _add_dispatcher(commands: Subparsers) -> None:
     parser.add_argument("--index", type=int, default=0, help="0 (default) leads the job")
     parser.add_argument("--rack", default="rack-0", help="rack whose traffic it carries")
     parser.add_argument("--racks", default="rack-0", help="all racks in order, by comma")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--servers", type=int, default=1)
-    parser.add_argument("--dispatcher-count", type=int, default=1)
+    for name in ("workers", "servers", "dispatcher-count"):
+        parser.add_argument(f"--{name}", type=int, help="default: as the configuration says")
     parser.add_argument("--control-address", default="127.0.0.1:0", metavar="HOST:PORT")
     parser.add_argument("--address-file", type=Path, default=None, help="gets the control address")
     parser.add_argument("--job", default="", help="name of the job, for messages")
+    run.add_config_options(parser)
     parser.set_defaults(run=_dispatcher)
 
 
@@ -128,8 +129,6 @@ def _server(given: argparse.Namespace) -> int:
         listen=given.listen,
         rack=given.rack,
         run_directory=given.run_dir.absolute(),
-        config_file=given.config,
-        overrides=run.overrides_of(given.set),
     )
     if not arguments.dispatchers:
         raise ConfigError(
@@ -142,12 +141,24 @@ def _server(given: argparse.Namespace) -> int:
 
 
 def _dispatcher(given: argparse.Namespace) -> int:
+    overrides = run.overrides_of(given.set)
+    counts = {
+        "workers": given.workers,
+        "servers": given.servers,
+        "dispatchers": given.dispatcher_count,
+    }
+    for name, count in counts.items():
+        if count is not None:
+            overrides[f"topology.{name}"] = str(count)
+    config = load_config(given.config, os.environ, overrides).config
+    topology = config.topology
+    groups = topology.reduction_groups
     arguments = DispatcherArguments(
         token_file=given.token_file.absolute(),
         index=given.index,
-        workers=given.workers,
-        servers=given.servers,
-        dispatchers_count=given.dispatcher_count,
+        workers=topology.workers,
+        servers=topology.servers,
+        dispatchers_count=topology.dispatchers,
         racks=tuple(given.racks.split(",")),
         rack=given.rack,
         control_address=given.control_address,
@@ -155,8 +166,8 @@ def _dispatcher(given: argparse.Namespace) -> int:
         address_file=given.address_file,
         listen=given.listen,
         run_directory=given.run_dir.absolute(),
-        config_file=given.config,
-        overrides=run.overrides_of(given.set),
+        settings=settings_from(shared_settings(config)),
+        tree=() if isinstance(groups, str) else groups,
         job=given.job,
     )
     if arguments.index > 0 and not arguments.dispatchers:

@@ -64,7 +64,10 @@ class JobPlan:
 
 
 def dispatcher_command(plan: JobPlan, index: int, leader: str) -> NodeCommand:
-    """Return the command of a dispatcher; number 0 leads and is given no ``leader``."""
+    """Return the command of a dispatcher.
+
+    Number 0 leads: it is given no ``leader``, but the configuration, which all others take from it.
+    """
     topology = plan.config.topology
     listen = _HERE
     if topology.disp_nodes:
@@ -78,6 +81,10 @@ def dispatcher_command(plan: JobPlan, index: int, leader: str) -> NodeCommand:
     if index == 0:
         control = plan.config.communication.control_address or f"{_HERE}:0"
         argv += ["--control-address", control, "--address-file", str(plan.run.address_file)]
+        if plan.config_file is not None:
+            argv += ["--config", str(plan.config_file)]
+        for name, value in plan.overrides.items():
+            argv += ["--set", f"{name}={value}"]
     else:
         argv += ["--dispatchers", leader]
     return _command(plan, dispatcher_id(index), argv, {})
@@ -128,10 +135,6 @@ def _node_argv(plan: JobPlan, role: str, index: int, listen: str) -> list[str]:
     argv = [sys.executable, "-P", "-m", "paradis.cli.main", role, "--index", str(index)]
     argv += ["--token-file", str(plan.run.token_file), "--run-dir", str(plan.run.path)]
     argv += ["--listen", listen]
-    if plan.config_file is not None:
-        argv += ["--config", str(plan.config_file)]
-    for name, value in plan.overrides.items():
-        argv += ["--set", f"{name}={value}"]
     return argv
 
 

@@ -133,6 +133,6 @@ def error_of(code: grpc.StatusCode, details: str, class_name: str, address: str)
 
 def error_of_call(call: grpc.Call, address: str) -> ParadisError:
     """Rebuild the error of a call that has ended with another status than OK."""
-    trailing = {key: value for key, value in call.trailing_metadata() or ()}
+    trailing = dict(call.trailing_metadata() or ())
     name = trailing.get(ERROR_KEY, "")
     return error_of(call.code(), call.details() or "", str(name), address)

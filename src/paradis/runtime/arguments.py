@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from paradis.settings import SharedSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +19,6 @@ class ServerArguments:
         listen: ``host`` or ``host:port`` of the data plane; a bare host takes a free port.
         rack: rack this server stands in; empty when unknown.
         run_directory: where logs, sockets and checkpoints of this run go, absolute.
-        config_file: the job's configuration file, or None.
-        overrides: ``section.key`` -> text, as given by ``--set``.
     """
 
     dispatchers: str
@@ -28,8 +27,6 @@ class ServerArguments:
     listen: str = "127.0.0.1"
     rack: str = ""
     run_directory: Path = Path()
-    config_file: Path | None = None
-    overrides: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +46,8 @@ class DispatcherArguments:
         address_file: where the leader writes its control address, by rename; None: nowhere.
         listen: ``host`` or ``host:port`` of the data plane; a bare host takes a free port.
         run_directory: where logs, sockets and checkpoints of this run go, absolute.
-        config_file: the job's configuration file, or None.
-        overrides: ``section.key`` -> text, as given by ``--set``.
+        settings: what the leader tells every node; others take the leader's.
+        tree: logical groups of ranks, in order; empty: one group per rack.
         job: name of the job, for messages.
     """
 
@@ -66,8 +63,8 @@ class DispatcherArguments:
     address_file: Path | None = None
     listen: str = "127.0.0.1"
     run_directory: Path = Path()
-    config_file: Path | None = None
-    overrides: Mapping[str, str] = field(default_factory=dict)
+    settings: SharedSettings = SharedSettings()
+    tree: tuple[tuple[int, ...], ...] = ()
     job: str = ""
 
 

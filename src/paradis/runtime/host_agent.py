@@ -355,7 +355,7 @@ class HostAgent:
         for child in self._alive():
             child.kill_tree()
         until = time.monotonic() + _KILL_TIMEOUT_S
-        while not all([child.poll() for child in self._alive()]) and time.monotonic() < until:
+        while not all(child.poll() for child in self._alive()) and time.monotonic() < until:
             time.sleep(_POLL_S / 10)
         kill_descendants()
 
