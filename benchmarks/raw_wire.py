@@ -1,9 +1,9 @@
 """What the sockets of this machine can do, without Paradis: the yardstick of its transport.
 
 Two processes move bytes over a Unix socket or TCP loopback with nothing but ``sendall`` and
-``recv_into``. Fair means: the same buffer is reused for every chunk at both ends, and the socket
-options are those of `LinkConfig`. The receiving process is this file, started as a script; it
-needs the standard library only.
+``recv_into`` (which waits for whole chunks, as the transport does). Fair means: the same buffer
+is reused for every chunk at both ends, and the socket options are those of `LinkConfig`. The
+receiving process is this file, started as a script; it needs the standard library only.
 
     python benchmarks/raw_wire.py --repeats 5 > raw.json
 """
@@ -186,7 +186,7 @@ def _receive(job: dict[str, Any]) -> None:
                 view = buffer[: min(left, len(buffer))]
                 left -= len(view)
                 while view:
-                    got = sock.recv_into(view)
+                    got = sock.recv_into(view, 0, socket.MSG_WAITALL)
                     if not got:
                         return
                     view = view[got:]
