@@ -286,6 +286,13 @@ class Welcome(ControlMessage, frozen=True, kw_only=True):
     settings: dict[str, Scalar]
 
 
+class Listening(ControlMessage, frozen=True, kw_only=True):
+    """Server or dispatcher -> leader: my data plane accepts connections at these addresses."""
+
+    node: str
+    addresses: tuple[str, ...]
+
+
 class Refused(ControlMessage, frozen=True, kw_only=True):
     """Leader -> node: what you asked is refused; error class and text."""
 
@@ -299,6 +306,8 @@ class ParameterSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         options_group: index of its parameter group; -1 for a buffer.
         trainable: ``requires_grad`` when registered.
+        strides: of a parameter that is not contiguous, in elements; its pieces follow memory order.
+        aliases: further names of a tied parameter.
     """
 
     name: str
@@ -306,6 +315,8 @@ class ParameterSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     options_group: int
     trainable: bool = True
+    strides: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 class Register(ControlMessage, frozen=True, kw_only=True):
@@ -523,7 +534,7 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
-    Join, Welcome, Refused, Register, Plan, PlanReady, View, ViewReady, Leave, NodeExited, Beat,
+    Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave, NodeExited, Beat,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone,
 )  # fmt: skip

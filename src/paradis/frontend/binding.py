@@ -1,0 +1,260 @@
+"""One ``wrap`` call: the model's tensors, their plan, and the way to ask the system for things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paradis.errors import ConfigError, ParadisError, StateError
+from paradis.frontend.collector import Collector
+from paradis.frontend.session import Session
+from paradis.numerics.elementwise import options_of
+from paradis.numerics.memory_order import flat_view
+from paradis.roles import events as ev
+from paradis.roles.effects import Complete
+from paradis.runtime.worker_memory import BoundTensor, GroupMemory
+from paradis.storage.manifest import (
+    Manifest,
+    check_parameters,
+    group_directory,
+    read_manifest,
+    resolve,
+    step_directory,
+)
+from paradis.wire import messages as msg
+
+if TYPE_CHECKING:
+    from paradis.frontend.optimizer import WrappedOptimizer
+
+_MARGIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor to register, and where it hangs in the model.
+
+    Attributes:
+        holder: the dictionary of its module that holds it, to see when it is replaced.
+        key: its key there.
+    """
+
+    spec: msg.ParameterSpec
+    tensor: torch.Tensor
+    holder: dict[str, Any] | None = None
+    key: str = ""
+
+
+class Binding:
+    """The worker's side of one ``wrap`` call.
+
+    Attributes:
+        group: number of the call in this process.
+        steps_done: finished steps.
+        restored: ``extra`` of the checkpoint started from, or None.
+    """
+
+    def __init__(self, session: Session, model: torch.nn.Module, optimizer_name: str) -> None:
+        self.session = session
+        self.model = model
+        self.optimizer_name = optimizer_name
+        self.group = session.groups
+        session.groups += 1
+        self.restored: dict[str, msg.Scalar] | None = None
+        self._parts = 0
+        self._named: list[Named] = []
+        self._known: dict[int, None] = {}
+        self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
+        session.node.memory[self.group] = self.memory
+        self.collector = Collector(self.memory, self._ready, debug=session.settings.debug_gradients)
+
+    @property
+    def steps_done(self) -> int:
+        """Finished steps of this group."""
+        group = self.session.node.worker_role.groups.get(self.group)
+        return group.step if group is not None else 0
+
+    def members(self) -> tuple[int, ...]:
+        """Return the ranks that take part."""
+        view = self.session.node.worker_role.view
+        return view.members if view is not None else (self.session.rank,)
+
+    def _ready(self, shard: int) -> None:
+        if self.session.alive:
+            self.session.node.post(ev.ShardReady(self.group, shard))
+
+    # ---------------------------------------------------------------- asking
+
+    def ask(
+        self,
+        what: str,
+        event: ev.Event,
+        *,
+        explain: Callable[[ParadisError], ParadisError] | None = None,
+        timeout_s: float | None = None,
+    ) -> Complete:
+        """Post an event and wait for its completion.
+
+        Raises:
+            ParadisError: it failed, was refused, or did not come in time.
+        """
+        node = self.session.node
+        if not self.session.alive:
+            raise StateError(
+                "this process has left the job (or is a forked child of a worker); call step() "
+                "only in the process that called paradis.wrap"
+            )
+        node.forget(self.group, what)
+        node.post(event)
+        limit = timeout_s or self.session.settings.sync_timeout_s + _MARGIN_S
+        try:
+            return node.wait(self.group, what, timeout_s=limit)
+        except ParadisError as error:
+            better = explain(error) if explain is not None else error
+            raise better from None
+
+    # ------------------------------------------------------------ registering
+
+    def register(
+        self, named: Sequence[Named], options: list[msg.Options], *, step: int = 0
+    ) -> msg.Plan:
+        """Register tensors as the next part, and bind them to the plan's shards.
+
+        Raises:
+            JoinRefused: workers registered different things; the message compares them.
+        """
+        self._named.extend(named)
+        self.memory.tensors.extend(BoundTensor(n.spec.name, n.tensor) for n in named)
+        self._known.update(dict.fromkeys(id(n.tensor) for n in named))
+        request = msg.Register(
+            rank=self.session.rank,
+            group=self.group,
+            part=self._parts,
+            parameters=tuple(n.spec for n in named),
+            optimizer=self.optimizer_name,
+            options=options,
+            step=step,
+        )
+        self._parts += 1
+        timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
+        plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan
+        assert plan is not None
+        self.memory.add(plan.shards)
+        self.collector.extend()
+        return plan
+
+    def initialize(self, plan: msg.Plan, *, give: Callable[[Sequence[int]], None]) -> None:
+        """Bring the plan's shards to worker 0's values (or the checkpoint's) on every worker.
+
+        Args:
+            give: sends this worker's values of the shards to the servers.
+        """
+        shards = tuple(s.shard for s in plan.shards if s.length)
+        first = min(self.members()) == self.session.rank
+        if first and not plan.restore:
+            give(shards)
+            for shard in shards:
+                self.memory.installed(shard)
+        else:
+            self.ask("pull", ev.PullAsked(self.group, shards))
+
+    def extend(self, optimizer: WrappedOptimizer) -> None:
+        """Register parameters that ``add_param_group`` added."""
+        from paradis.frontend.naming import name_parameters
+
+        index = len(optimizer.param_groups) - 1
+        added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)
+        added = [n for n in added if id(n.tensor) not in self._known]
+        options = [options_of(g) for g in optimizer.param_groups]
+        plan = self.register(added, options, step=self.steps_done)
+        self.initialize(plan, give=self.give_values)
+
+    def give_values(self, shards: Sequence[int]) -> None:
+        """Send the present values of shards to the servers and wait until they have them."""
+        entries = {s: (("value",), (self.memory.shards[s].plan.dtype,), {}) for s in shards}
+        self.ask("assign", ev.AssignAsked(self.group, entries))
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """Refuse what would train the wrong thing.
+
+        Raises:
+            ConfigError: a parameter was replaced, moved to another dtype or reshaped after wrap.
+        """
+        error = self.session.node.error
+        if error is not None:
+            raise error
+        for named, bound in zip(self._named, self.memory.tensors, strict=True):
+            tensor = named.tensor
+            if named.holder is not None and named.holder.get(named.key) is not tensor:
+                raise ConfigError(
+                    f"step refused: {bound.name} was replaced after paradis.wrap, so the new tensor "
+                    "would never train; change it in place (p.data.copy_), or build the model "
+                    "first and wrap it then"
+                )
+            if tensor.dtype != bound.dtype or tensor.shape != bound.shape:
+                raise ConfigError(
+                    f"step refused: {bound.name} is {tensor.dtype} {tuple(tensor.shape)} now, but was "
+                    f"{bound.dtype} {tuple(bound.shape)} at paradis.wrap; convert the model before "
+                    "wrapping it"
+                )
+
+    # ----------------------------------------------------------- checkpoints
+
+    def take_restored(self, plan: msg.Plan, optimizer: torch.optim.Optimizer) -> None:
+        """Take over options and extra values of the checkpoint that the servers load.
+
+        Raises:
+            SnapshotCorrupt: it is of another model, damaged or incomplete.
+        """
+        directory = group_directory(resolve(Path(plan.restore)), self.group)
+        manifest = read_manifest(directory)
+        specs = [n.spec for n in self._named]
+        check_parameters(manifest, specs, {s.name: s.strides for s in specs if s.strides})
+        self.restored = dict(manifest.extra)
+        _restore_options(manifest, optimizer)
+
+    def save(
+        self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
+    ) -> str | None:
+        """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
+        from paradis.frontend.optimizer import checkpoint_info
+
+        if self.session.rank != 0:
+            return None
+        self.check()
+        root = Path(self.session.settings.checkpoint_directory)
+        path = step_directory(root, self.steps_done)
+        info = checkpoint_info(
+            str(group_directory(path, self.group)), self.group, self.steps_done, options, extra
+        )
+        node = self.session.node
+        node.forget(-1, "checkpoint")
+        buffers = [s for s, m in self.memory.shards.items() if m.plan.is_buffer and m.plan.length]
+        if buffers:
+            for bound in self.memory.tensors:
+                bound.stage()
+            self.give_values(buffers)
+        self.ask("snapshot", ev.SnapshotAsked(self.group, info))
+        if wait:
+            done = node.wait(-1, "checkpoint", timeout_s=600.0)
+            return done.path
+        return str(path)
+
+
+def _restore_options(manifest: Manifest, optimizer: torch.optim.Optimizer) -> None:
+    for group, options in zip(optimizer.param_groups, manifest.options, strict=False):
+        for key, value in options.items():
+            restored = tuple(value) if isinstance(value, list) else value
+            group[key] = restored
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides if its memory order is not the row-major one, else ()."""
+    if tensor.is_contiguous() or flat_view(tensor) is None or tensor.device.type != "cpu":
+        return ()
+    return tuple(tensor.stride())

@@ -1,0 +1,236 @@
+"""Hands gradients over as backward produces them, and finds out which count in the end.
+
+A hook per parameter (`torch.Tensor.register_post_accumulate_grad_hook`) hands a shard over when all
+its parameters have fired. That push is tentative: a gradient is what it was when handed over if it is
+the same tensor with the same version counter. ``step()`` compares, and hands over what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from paradis.errors import ConfigError, StateError
+from paradis.numerics.memory_order import as_bytes
+from paradis.runtime.worker_memory import BoundTensor, GroupMemory
+
+_REVISED_STEPS_MAX = 2
+"""After this many steps whose gradients mostly changed after backward, pushes start in step()."""
+
+
+@dataclass(slots=True)
+class Handed:
+    """A gradient as it was handed over: the tensor, its version, its flat form, its hash."""
+
+    grad: torch.Tensor
+    version: int
+    flat: torch.Tensor
+    digest: int = 0
+
+
+class Collector:
+    """Gradients of one ``wrap`` call.
+
+    Args:
+        memory: shards and tensors.
+        ready: called with a shard when its gradient is handed over.
+        debug: hash gradients, to catch writes that no version counter sees.
+
+    Attributes:
+        pushing: hooks hand over; off under ``no_sync``.
+        deferred: pushes start in ``step()``: a GradScaler is in use, or the script changes most
+            gradients after backward (clips them, say).
+    """
+
+    def __init__(
+        self, memory: GroupMemory, ready: Callable[[int], None], *, debug: bool = False
+    ) -> None:
+        self._memory = memory
+        self._ready = ready
+        self._debug = debug
+        self.pushing = True
+        self.deferred = False
+        self._revised_steps = 0
+        self._handed: list[Handed | None] = []
+        self._shards_of: list[list[int]] = []
+        self._missing: dict[int, int] = {}
+        self._handed_shards: dict[int, None] = {}
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+
+    # ------------------------------------------------------------------- hooks
+
+    def extend(self) -> None:
+        """Take over tensors and shards that were added to the memory."""
+        self._shards_of = [[] for _ in self._memory.tensors]
+        for shard, memory in self._memory.shards.items():
+            if memory.plan.is_buffer:
+                continue
+            for segment in memory.plan.segments:
+                self._shards_of[segment.parameter].append(shard)
+        self.reset()
+        self.attach()
+
+    def attach(self) -> None:
+        """Put hooks on parameters that require gradients and have none (unfrozen ones, too)."""
+        for index, bound in enumerate(self._memory.tensors):
+            if index in self._hooks or not self._shards_of[index]:
+                continue
+            if bound.tensor.requires_grad and bound.tensor.is_leaf:
+                self._hooks[index] = bound.tensor.register_post_accumulate_grad_hook(
+                    self._make_hook(index)
+                )
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            if self.pushing and not self.deferred and self._handed[index] is None:
+                self._hand_over(index)
+
+        return hook
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._handed = [None] * len(self._memory.tensors)
+        self._handed_shards = {}
+        self._missing = {
+            shard: len(m.plan.segments)
+            for shard, m in self._memory.shards.items()
+            if not m.plan.is_buffer
+        }
+
+    def _hand_over(self, index: int) -> None:
+        handed = self._look(index)
+        if handed is None:
+            return
+        self._handed[index] = handed
+        for shard in self._shards_of[index]:
+            self._missing[shard] -= 1
+            if not self._missing[shard]:
+                self._hand_over_shard(shard)
+
+    def _hand_over_shard(self, shard: int) -> None:
+        segments = self._memory.shards[shard].plan.segments
+        flats = []
+        for segment in segments:
+            handed = self._handed[segment.parameter]
+            assert handed is not None
+            flats.append(handed.flat)
+        self._memory.set_gradient(shard, list(flats))
+        self._handed_shards[shard] = None
+        if self._memory.shards[shard].plan.length:
+            self._ready(shard)
+
+    def _look(self, index: int) -> Handed | None:
+        """Return the parameter's gradient as it is now."""
+        bound = self._memory.tensors[index]
+        grad = bound.tensor.grad
+        if grad is None:
+            return None
+        try:
+            flat = bound.gradient()
+        except ValueError:
+            raise ConfigError(
+                f"gradient of {bound.name} refused: it is sparse; build the embedding with "
+                "sparse=False"
+            ) from None
+        assert flat is not None
+        digest = xxhash.xxh3_64_intdigest(as_bytes(flat)) if self._debug else 0
+        return Handed(grad, grad._version, flat, digest)
+
+    # -------------------------------------------------------------------- step
+
+    def close(self, *, all_changed: bool = False) -> tuple[bytes, tuple[int, ...], tuple[int, ...]]:
+        """Say which gradients count.
+
+        Args:
+            all_changed: whatever was handed over has changed unseen (a GradScaler unscaled it).
+
+        Returns:
+            Presence bits of all parameters, shards with a gradient, and those of them that were
+            handed over with other bytes.
+        """
+        self.attach()
+        count = len(self._memory.tensors)
+        bits = bytearray((count + 7) // 8)
+        changed: dict[int, None] = {}
+        for index in range(count):
+            if not self._shards_of[index]:
+                continue
+            present = self._settle(index, changed, all_changed)
+            if present:
+                bits[index >> 3] |= 1 << (index & 7)
+        present_shards, revised = self._settle_shards(bits, changed)
+        self._learn(len(revised))
+        return bytes(bits), tuple(present_shards), tuple(revised)
+
+    def _settle(self, index: int, changed: dict[int, None], all_changed: bool) -> bool:
+        """Compare one gradient with what was handed over; return whether there is one."""
+        bound = self._memory.tensors[index]
+        grad = bound.tensor.grad
+        handed = self._handed[index]
+        if grad is None:
+            if handed is not None:
+                changed[index] = None
+                self._handed[index] = None
+            return False
+        if handed is None:
+            changed[index] = None
+            self._handed[index] = self._look(index)
+        elif all_changed or grad is not handed.grad or grad._version != handed.version:
+            changed[index] = None
+            self._handed[index] = self._look(index)
+        elif self._debug:
+            self._check_digest(bound, handed)
+        return True
+
+    @staticmethod
+    def _check_digest(bound: BoundTensor, handed: Handed) -> None:
+        if xxhash.xxh3_64_intdigest(as_bytes(handed.flat)) != handed.digest:
+            raise StateError(
+                f"gradient of {bound.name} was changed after backward through .data or NumPy, "
+                "which no version counter sees; change it through torch operations "
+                "(p.grad.mul_(...)), so that the change counts"
+            )
+
+    def _settle_shards(
+        self, bits: bytearray, changed: dict[int, None]
+    ) -> tuple[list[int], list[int]]:
+        present_shards: list[int] = []
+        revised: list[int] = []
+        for shard, memory in self._memory.shards.items():
+            if memory.plan.is_buffer:
+                continue
+            owners = [s.parameter for s in memory.plan.segments]
+            if not any(bits[i >> 3] >> (i & 7) & 1 for i in owners):
+                continue
+            present_shards.append(shard)
+            if shard in self._handed_shards and not any(i in changed for i in owners):
+                continue
+            flats = [h.flat if (h := self._handed[i]) is not None else None for i in owners]
+            self._memory.set_gradient(shard, flats)
+            if shard in self._handed_shards:
+                revised.append(shard)
+            self._handed_shards[shard] = None
+        return present_shards, revised
+
+    def _learn(self, revised: int) -> None:
+        """Stop pushing during backward where the script changes gradients afterwards anyway."""
+        if revised * 2 > len(self._memory.shards):
+            self._revised_steps += 1
+            if self._revised_steps >= _REVISED_STEPS_MAX:
+                self.deferred = True
+
+    def non_finite(self) -> str:
+        """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""
+        for index, handed in enumerate(self._handed):
+            if handed is not None and not bool(torch.isfinite(handed.flat).all()):
+                return self._memory.tensors[index].name
+        return ""

@@ -1,0 +1,263 @@
+"""The wrapped optimizer: a ``torch.optim.Optimizer`` whose update happens on the servers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from paradis.errors import ConfigError, NonFiniteGradient, ParadisError
+from paradis.frontend import state_transfer
+from paradis.frontend.binding import Binding
+from paradis.numerics.elementwise import options_of
+from paradis.roles import events as ev
+from paradis.wire.messages import CheckpointInfo, Options, Scalar, StepCommit
+
+warnings.filterwarnings(
+    "ignore", message="GradScaler is going to stop passing itself", category=FutureWarning
+)
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What `paradis.wrap` returns. Use it like the optimizer that was wrapped.
+
+    Learning-rate schedulers, parameter groups, ``state_dict``, gradient accumulation (`no_sync`) and
+    GradScaler work as usual; hyper-parameters travel with the step they belong to.
+    """
+
+    _step_supports_amp_scaling = True
+    """Tells a GradScaler to leave skipping to us: one worker's overflow skips the step on all."""
+
+    def __init__(self, inner: torch.optim.Optimizer, binding: Binding) -> None:
+        self._binding: Binding | None = None
+        super().__init__(inner.param_groups, inner.defaults)
+        self._binding = binding
+        self._inner_name = type(inner).__name__
+        self._clip = 1.0
+        self._wait_s = 0.0
+        self._announced_clip = False
+
+    # -------------------------------------------------------------------- step
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None
+    ) -> Any:
+        """Commit this step's gradients; return when the parameters have their next value.
+
+        Args:
+            closure: reevaluates the model, as in torch.
+            grad_scaler: a ``torch.amp.GradScaler`` passes itself here.
+
+        Raises:
+            WorkersDisagree: hyper-parameters or changed values differ among workers.
+            NonFiniteGradient: a gradient holds NaN or infinity; names worker and parameter.
+            DeadlineExceeded: ``Gradient sync timeout``; names step, shard and missing workers.
+            JobFailed: another node failed; names it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        binding = self._bound
+        binding.check()
+        overflow, scaler_state = self._unscale(grad_scaler)
+        commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
+        start = time.perf_counter()
+        done = binding.ask(
+            "step", ev.StepClosed(binding.group, commit, present, revised), explain=self._explain
+        )
+        self._count(time.perf_counter() - start)
+        self._clip = 1.0
+        binding.collector.reset()
+        if done.found_inf and scaler_state is not None:
+            for found in scaler_state["found_inf_per_device"].values():
+                found.fill_(1.0)
+        self._save_on_schedule()
+        return loss
+
+    @property
+    def _bound(self) -> Binding:
+        assert self._binding is not None
+        return self._binding
+
+    def _close(
+        self, overflow: bool, *, scaled: bool
+    ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
+        """Return what the step decided, and which shards have gradients, and which changed."""
+        collector = self._bound.collector
+        # A GradScaler unscales in place without a version bump: what was pushed before is void.
+        first_scaled = scaled and not collector.deferred
+        collector.deferred = collector.deferred or scaled
+        bits, present, revised = collector.close(all_changed=first_scaled)
+        if revised and not scaled:
+            self._announce_clipping()
+        commit = StepCommit(
+            revisions={},
+            present=bits,
+            options=self._options(),
+            found_inf=overflow,
+            clip=self._clip,
+            changed=self._bound.memory.changed(),
+        )
+        return commit, present, revised
+
+    def _options(self) -> list[Options]:
+        return [options_of(group) for group in self.param_groups]
+
+    def _unscale(self, scaler: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Unscale gradients unless the script did; return whether this worker overflowed."""
+        if scaler is None:
+            return False, None
+        # The scaler offers no public way to its per-optimizer state; torch's own fused
+        # optimizers are handed it by the same keyword.
+        state = scaler._per_optimizer_states[id(self)]
+        if not state["found_inf_per_device"]:
+            scaler.unscale_(self)
+        found = sum(float(t.item()) for t in state["found_inf_per_device"].values())
+        return found > 0, state
+
+    def _explain(self, error: ParadisError) -> ParadisError:
+        """Say more about an error where this worker knows more."""
+        if isinstance(error, NonFiniteGradient):
+            name = self._bound.collector.non_finite()
+            if name:
+                return NonFiniteGradient(
+                    f"{error.message}; worker {self._bound.session.rank}'s own gradient of {name} "
+                    "holds NaN or infinity: look at its last batch, or lower the learning rate "
+                    "(training.check_finite: false applies such gradients as torch does)"
+                )
+        return error
+
+    def _announce_clipping(self) -> None:
+        if self._announced_clip or self._bound.session.world_size == 1:
+            return
+        self._announced_clip = True
+        self._bound.session.node.announce(
+            "warning",
+            "gradients were changed after backward; each worker's own gradient was. If that was "
+            "torch.nn.utils.clip_grad_norm_, use optimizer.clip_grad_norm_(max_norm): it clips the "
+            "mean gradient over all workers",
+            once=True,
+        )
+
+    def _count(self, wait_s: float) -> None:
+        counters = self._bound.session.node.counters
+        counters.add("steps", 1)
+        counters.add("wait_s", wait_s)
+
+    # ---------------------------------------------------------- what torch has
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients inside the block without handing them over."""
+        collector = self._bound.collector
+        before, collector.pushing = collector.pushing, False
+        try:
+            yield
+        finally:
+            collector.pushing = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the 2-norm of the *mean* gradient over all parameters and workers.
+
+        Call it on every worker between ``backward`` and ``step``. With one worker it is
+        ``torch.nn.utils.clip_grad_norm_``. The factor is applied on the servers; ``.grad`` stays.
+
+        Args:
+            max_norm: bound of the norm.
+
+        Returns:
+            The norm before clipping, a 0-dim float64 tensor (float32 with one worker).
+        """
+        binding = self._bound
+        if len(binding.members()) == 1:
+            parameters = [p for g in self.param_groups for p in g["params"]]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        binding.check()
+        commit, present, revised = self._close(False, scaled=False)
+        done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
+        total = torch.tensor(sum(done.squares[s] for s in sorted(done.squares))).double().sqrt()
+        self._clip = min(1.0, float(max_norm) / (float(total) + 1e-6))
+        return total
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; every worker must add the same. They start from worker 0's values."""
+        super().add_param_group(param_group)
+        if getattr(self, "_binding", None) is not None:
+            self._bound.extend(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's ``state_dict``, with the optimizer state fetched from the servers."""
+        state_transfer.fetch(self._bound, self)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load options and state, and give worker 0's to the servers; call it on every worker."""
+        super().load_state_dict(state_dict)
+        state_transfer.give(self._bound, self)
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def steps_done(self) -> int:
+        """Finished steps, those before a restore included."""
+        return self._bound.steps_done
+
+    @property
+    def restored(self) -> dict[str, Scalar] | None:
+        """The ``extra`` values of the checkpoint this run started from; None if it started anew."""
+        return self._bound.restored
+
+    def save_checkpoint(
+        self, extra: dict[str, Scalar] | None = None, *, wait: bool = False
+    ) -> str | None:
+        """Save values, optimizer state and step. Only worker 0 acts; others return at once.
+
+        Training goes on while the servers write; the manifest comes last.
+
+        Args:
+            extra: numbers and strings of yours to get back from `restored`.
+            wait: return when the checkpoint is complete, and raise if it failed.
+
+        Returns:
+            The checkpoint's directory on worker 0, None elsewhere.
+
+        Raises:
+            StateError: with ``wait``, it could not be written; the last complete one is untouched.
+        """
+        return self._bound.save(self._options(), extra or {}, wait=wait)
+
+    def _save_on_schedule(self) -> None:
+        every = self._bound.session.settings.checkpoint_every_steps
+        if every and self.steps_done % every == 0:
+            self.save_checkpoint()
+
+    # --------------------------------------------------------------- counters
+
+    def metrics(self) -> dict[str, float]:
+        """Return this worker's counters since the start (bytes, seconds, steps)."""
+        return self._bound.session.node.counters.snapshot()
+
+    def __repr__(self) -> str:
+        return f"paradis.WrappedOptimizer({self._inner_name}, groups={len(self.param_groups)})"
+
+
+def checkpoint_info(
+    path: str, group: int, step: int, options: list[Options], extra: dict[str, Scalar]
+) -> CheckpointInfo:
+    """Return what belongs in a manifest beside the pieces.
+
+    Raises:
+        ConfigError: an extra value is not a number, string, boolean or None.
+    """
+    for key, value in extra.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise ConfigError(
+                f"checkpoint extra {key!r} refused: expected a number, string, boolean or None, "
+                f"got {type(value).__name__}; convert it, or keep it in a file of your own"
+            )
+    return CheckpointInfo(checkpoint=path, group=group, step=step, options=options, extra=extra)

@@ -1,0 +1,221 @@
+"""The training process's place in the job: joined once, left at exit.
+
+Under ``paradis run``, ``torchrun`` or Slurm the environment names the job; alone, the process runs a
+server of its own. A forked child (a data loader's) has no session: its hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from paradis.config import load_config, shared_settings
+from paradis.errors import ConfigError, ParadisError
+from paradis.ids import NodeId
+from paradis.roles.events import LeaveAsked
+from paradis.runtime import joining
+from paradis.runtime.local import LocalJob, make_worker
+from paradis.runtime.process import require_assertions
+from paradis.runtime.worker_node import WorkerNode
+from paradis.settings import SharedSettings, settings_from
+from paradis.transport.base import Identity
+from paradis.wire.messages import Failed
+
+
+class Session:
+    """One worker process in its job.
+
+    Attributes:
+        rank: this worker.
+        world_size: workers of the job.
+        node: the worker's end of the system.
+        settings: the job's settings.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        require_assertions()
+        self.rank = rank(environ)
+        self.world_size = world_size(environ)
+        self._pid = os.getpid()
+        self._job: LocalJob | None = None
+        self._pulse: joining.Pulse | None = None
+        self._crashed: BaseException | None = None
+        self._closed = False
+        self._agent = "PARADIS_AGENT" in environ
+        self.groups = 0
+        if environ.get("PARADIS_DISPATCHERS"):
+            self._join(environ)
+        elif self.world_size > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {self.world_size} but PARADIS_DISPATCHERS is not set; start the job "
+                "with `paradis run`, or set PARADIS_DISPATCHERS to the control address of "
+                "dispatcher 0 (and PARADIS_TOKEN_FILE)"
+            )
+        else:
+            self._start_alone(environ)
+        self._watch_exit()
+
+    @property
+    def alive(self) -> bool:
+        """Whether this is the process that joined (not a forked child) and it has not left."""
+        return os.getpid() == self._pid and not self._closed
+
+    # ------------------------------------------------------------------ joining
+
+    def _start_alone(self, environ: Mapping[str, str]) -> None:
+        threads = torch.get_num_threads()
+        config = load_config(None, environ, {}).config
+        settings = settings_from(shared_settings(config))
+        self._job = LocalJob(_with_local_checkpoints(settings))
+        self.node: WorkerNode = self._job.worker
+        self.settings = self._job.settings
+        # Numeric threads use one thread each; what threads started later use is the script's.
+        torch.set_num_threads(threads)
+
+    def _join(self, environ: Mapping[str, str]) -> None:
+        token_file = environ.get("PARADIS_TOKEN_FILE", "")
+        if not token_file:
+            raise ConfigError(
+                "PARADIS_DISPATCHERS is set but PARADIS_TOKEN_FILE is not; name the file with the "
+                "job's token"
+            )
+        address = environ["PARADIS_DISPATCHERS"].split(",")[0].strip()
+        token = joining.read_token(Path(token_file))
+        stream = joining.LeaderStream(address, token)
+        timeout_s = float(load_config(None, environ, {}).config.communication.join_timeout)
+        welcome = stream.join(
+            joining.make_join("worker", self.rank, rack=environ.get("PARADIS_RACK", "")),
+            connect_timeout_s=min(timeout_s, 30.0),
+            welcome_timeout_s=timeout_s,
+        )
+        self.settings = joining.shared_settings(welcome)
+        if welcome.world_size != self.world_size:
+            stream.close()
+            raise ConfigError(
+                f"WORLD_SIZE is {self.world_size} on worker {self.rank}, but the job has "
+                f"{welcome.world_size} workers; start as many as dispatcher 0 was told"
+            )
+        identity = Identity(node=NodeId(welcome.node), incarnation=welcome.incarnation, token=token)
+        remote = joining.is_remote(address)
+        self.node = make_worker(
+            identity,
+            stream,
+            self.settings,
+            world_size=self.world_size,
+            transports=dict(joining.make_transports(self.settings, remote=remote)),
+        )
+        stream.bind(self.node.post)
+        self._pulse = joining.Pulse(
+            identity.node, self.node.counters, self.node.tell_leader,
+            interval_s=self.settings.heartbeat_interval_s, beat=not self._agent,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------- leaving
+
+    def _watch_exit(self) -> None:
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forked)
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            self._crashed = error
+            if isinstance(error, ParadisError):
+                # Our errors say what to do; the way to them through our code says nothing.
+                print(f"paradis: error: {error.message}", file=sys.stderr, flush=True)
+            else:
+                previous(kind, error, trace)
+
+        sys.excepthook = hook
+
+    def _forked(self) -> None:
+        self._closed = True
+
+    def close(self) -> None:
+        """Leave the job: with success, or saying that the script raised. Idempotent."""
+        if not self.alive:
+            return
+        self._closed = True
+        if self._pulse is not None:
+            self._pulse.stop()
+        error = self._crashed
+        if error is None and self.node.error is None:
+            self.node.post(LeaveAsked())
+        elif error is not None and not isinstance(error, ParadisError) and not self._agent:
+            text = f"worker {self.rank} raised {type(error).__name__}: {error}"
+            self.node.tell_leader(Failed(error="JobFailed", text=text))
+        if self._job is not None:
+            self._job.close()
+        else:
+            self.node.close()
+
+
+def _with_local_checkpoints(settings: SharedSettings) -> SharedSettings:
+    from dataclasses import replace
+
+    directory = settings.checkpoint_directory or "checkpoints"
+    return replace(settings, checkpoint_directory=str(Path(directory).absolute()))
+
+
+_lock = threading.Lock()
+_session: Session | None = None
+
+
+def current() -> Session:
+    """Return this process's session, joining the job on the first call.
+
+    Raises:
+        ConfigError: the environment does not describe a job.
+        PeerUnreachable, JoinRefused: the job cannot be joined.
+    """
+    global _session
+    with _lock:
+        if _session is None or not _session.alive:
+            _session = Session(os.environ)
+        return _session
+
+
+def close() -> None:
+    """Leave the job now instead of at exit. A later ``wrap`` starts or joins one anew."""
+    global _session
+    with _lock:
+        if _session is not None:
+            with contextlib.suppress(ParadisError):
+                _session.close()
+            _session = None
+
+
+def rank(environ: Mapping[str, str] | None = None) -> int:
+    """Return this worker's number, from 0: RANK, SLURM_PROCID, or 0.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    return _number(os.environ if environ is None else environ, "RANK", "SLURM_PROCID", 0)
+
+
+def world_size(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of workers: WORLD_SIZE, SLURM_NTASKS, or 1.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    return _number(os.environ if environ is None else environ, "WORLD_SIZE", "SLURM_NTASKS", 1)
+
+
+def _number(environ: Mapping[str, str], name: str, other: str, default: int) -> int:
+    if name not in environ and "PARADIS_DISPATCHERS" in environ and other in environ:
+        name = other
+    text = environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{name} refused: expected a number from 0 on, got {text!r}; unset it")
+    return int(text)

@@ -1,0 +1,133 @@
+"""Optimizer state between a worker's ``torch`` dictionaries and the servers' shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paradis.frontend.binding import Binding
+from paradis.numerics.elementwise import elementwise
+from paradis.numerics.memory_order import as_bytes, flat_view
+from paradis.roles import events as ev
+from paradis.runtime.shard_store import split_sections
+from paradis.runtime.worker_memory import BoundTensor, ShardMemory
+
+if TYPE_CHECKING:
+    from paradis.frontend.optimizer import WrappedOptimizer
+
+Entry = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]]
+
+
+def fetch(binding: Binding, optimizer: WrappedOptimizer) -> None:
+    """Fill ``optimizer.state`` from the servers, in torch's own form."""
+    binding.ask("state", ev.StateAsked(binding.group))
+    kept = binding.session.node.kept
+    optimizer.state.clear()
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    numbers: dict[int, dict[str, float]] = {}
+    for shard, memory in binding.memory.shards.items():
+        state = kept.pop((binding.group, shard), None)
+        if state is None or memory.plan.is_buffer:
+            continue
+        data = torch.frombuffer(bytearray(state.data), dtype=torch.uint8) if state.data else None
+        columns = (
+            split_sections(data, memory.plan, state.keys, state.dtypes) if data is not None else {}
+        )
+        for index, given in state.scalars.items():
+            segment = memory.plan.segments[index]
+            bound = memory.tensors[index]
+            numbers.setdefault(segment.parameter, {}).update(
+                {k: v for k, v in given.items() if not k.startswith("has:")}
+            )
+            target = parts.setdefault(segment.parameter, {})
+            for key in (k.removeprefix("has:") for k in given if k.startswith("has:")):
+                column = columns[key]
+                whole = target.setdefault(
+                    key, torch.zeros(bound.tensor.numel(), dtype=column.dtype)
+                )
+                stop = segment.start + segment.length
+                whole[segment.offset : segment.offset + segment.length] = column[
+                    segment.start : stop
+                ]
+    for index, bound in enumerate(binding.memory.tensors):
+        if index in parts or index in numbers:
+            optimizer.state[bound.tensor] = _torch_state(
+                bound, parts.get(index, {}), numbers.get(index, {})
+            )
+
+
+def _torch_state(
+    bound: BoundTensor, tensors: dict[str, torch.Tensor], numbers: dict[str, float]
+) -> dict[str, Any]:
+    state: dict[str, Any] = {k: torch.tensor(v, dtype=torch.float32) for k, v in numbers.items()}
+    for key, flat in tensors.items():
+        if bound.staged:
+            state[key] = flat.view(bound.shape)
+        else:
+            state[key] = flat.as_strided(bound.shape, bound.tensor.stride())
+    return state
+
+
+def give(binding: Binding, optimizer: torch.optim.Optimizer) -> None:
+    """Send values and ``optimizer.state`` to the servers, if this is the first worker."""
+    shards = [s for s, m in binding.memory.shards.items() if m.plan.length]
+    if min(binding.members()) == binding.session.rank:
+        give_shards(binding, optimizer, shards)
+        for shard in shards:
+            binding.memory.installed(shard)
+    elif binding.memory.detect_changes:
+        for shard in shards:
+            binding.memory.installed(shard)
+
+
+def give_shards(binding: Binding, optimizer: torch.optim.Optimizer, shards: Sequence[int]) -> None:
+    """Send values and optimizer state of these shards to the servers and wait for them."""
+    names = elementwise(binding.optimizer_name)
+    entries: dict[int, Entry] = {}
+    for shard in shards:
+        memory = binding.memory.shards[shard]
+        for bound in memory.tensors:
+            bound.stage()
+        keys, scalars = _collect(memory, optimizer, set(names.scalars))
+        memory.state = {key: as_bytes(column) for key, column in keys.items()}
+        dtypes = (memory.plan.dtype, *(str(c.dtype).removeprefix("torch.") for c in keys.values()))
+        entries[shard] = (("value", *keys), dtypes, scalars)
+    binding.ask("assign", ev.AssignAsked(binding.group, entries))
+    for shard in shards:
+        binding.memory.shards[shard].state = {}
+
+
+def _collect(
+    memory: ShardMemory, optimizer: torch.optim.Optimizer, scalar_names: set[str]
+) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, float]]]:
+    """Return state columns of a shard, and numbers (and which columns exist) per segment."""
+    columns: dict[str, torch.Tensor] = {}
+    scalars: dict[int, dict[str, float]] = {}
+    if memory.plan.is_buffer:
+        return columns, scalars
+    for index, (segment, bound) in enumerate(
+        zip(memory.plan.segments, memory.tensors, strict=True)
+    ):
+        state = optimizer.state.get(bound.tensor, {})
+        given: dict[str, float] = {}
+        for key, value in state.items():
+            if value is None:
+                continue
+            if key in scalar_names:
+                given[key] = float(value)
+                continue
+            given[f"has:{key}"] = 1.0
+            column = columns.setdefault(key, torch.zeros(memory.plan.length, dtype=value.dtype))
+            column[segment.start : segment.start + segment.length] = _flat(value)[
+                segment.offset : segment.offset + segment.length
+            ]
+        if given:
+            scalars[index] = given
+    return dict(sorted(columns.items())), scalars
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    view = flat_view(value) if value.device.type == "cpu" else None
+    return value.detach().cpu().reshape(-1) if view is None else view

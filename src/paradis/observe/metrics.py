@@ -1,0 +1,67 @@
+"""Counters of one node. The names below are the whole vocabulary; reports carry nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final
+
+NAMES: Final = {
+    "data_bytes_out": "bytes sent on the data plane, headers included",
+    "data_bytes_in": "bytes received on the data plane, headers included",
+    "payload_bytes_out": "payload bytes sent",
+    "payload_bytes_in": "payload bytes received",
+    "push_bytes": "gradient bytes handed to the network (worker)",
+    "pull_bytes": "updated value bytes installed (worker)",
+    "steps": "steps finished (worker)",
+    "wait_s": "seconds the script waited in step() (worker)",
+    "updates": "shard updates applied (server)",
+    "store_bytes_peak": "largest contribution store, bytes (server, rack agent)",
+    "rss_bytes": "resident memory, bytes",
+    "cpu_s": "processor seconds used since the start",
+    "wall_s": "seconds since the start",
+}
+
+
+class Counters:
+    """Named numbers that only grow (or are replaced by `set`). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        self._start_ns = time.monotonic_ns()
+        self._start_cpu_s = time.process_time()
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a counter."""
+        assert name in NAMES, name
+        with self._lock:
+            self._values[name] = self._values.get(name, 0) + amount
+
+    def set(self, name: str, value: float) -> None:
+        """Replace a counter's value."""
+        assert name in NAMES, name
+        with self._lock:
+            self._values[name] = value
+
+    def get(self, name: str) -> float:
+        """Return a counter's value, 0 if never touched."""
+        return self._values.get(name, 0.0)
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all counters, with processor time, wall time and memory of the process."""
+        with self._lock:
+            values = dict(self._values)
+        values["cpu_s"] = time.process_time() - self._start_cpu_s
+        values["wall_s"] = (time.monotonic_ns() - self._start_ns) / 1e9
+        values["rss_bytes"] = float(_resident_bytes())
+        return values
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 0

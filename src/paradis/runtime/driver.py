@@ -1,0 +1,151 @@
+"""The only loop of a real node: event -> ``role.handle`` -> carry out effects -> events.
+
+There is no dispatching thread: whoever posts an event runs the role under the node's lock, unless
+another thread is running it, who then takes the event over. So events are handled one at a time, in
+posting order, and a lone event costs no hop to another thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paradis.errors import InternalError
+from paradis.roles.effects import Effect
+from paradis.roles.events import Event, TimerFired
+
+_log = logging.getLogger("paradis.driver")
+_STORY = 32
+
+
+class Role(Protocol):
+    """What a driver runs."""
+
+    def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
+        """Take one event, return what to do about it."""
+        ...
+
+
+class Driver:
+    """Runs one role.
+
+    Args:
+        name: for log records.
+        role: the pure state machine.
+        carry: carries an effect out; called under the node's lock, must not block.
+        broken: called once if the role raises, which is a bug of ours.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        carry: Callable[[Effect], None],
+        broken: Callable[[InternalError], None],
+    ) -> None:
+        self.name = name
+        self.role = role
+        self._carry = carry
+        self._broken = broken
+        self._lock = threading.Lock()
+        self._queue: deque[Event] = deque()
+        self._story: deque[Event] = deque(maxlen=_STORY)
+        self._stopped = False
+        self._timers = Timers(self.post)
+
+    def post(self, event: Event) -> None:
+        """Handle an event, now or, if another thread is handling one, by that thread."""
+        self._queue.append(event)
+        while self._queue and not self._stopped:
+            if not self._lock.acquire(blocking=False):
+                return  # the holder looks at the queue again after it lets go
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    def _drain(self) -> None:
+        while self._queue and not self._stopped:
+            event = self._queue.popleft()
+            self._story.append(event)
+            try:
+                for effect in self.role.handle(event, time.monotonic_ns()):
+                    self._carry(effect)
+            except Exception as error:
+                self._stopped = True
+                story = "\n  ".join(repr(e)[:200] for e in self._story)
+                _log.exception("role of %s broke; last events:\n  %s", self.name, story)
+                broken = InternalError(
+                    f"{self.name} broke on {type(event).__name__}: {error!r}; please report it "
+                    "with the node's log"
+                )
+                self._broken(broken)
+
+    def set_timer(self, name: str, at_ns: int) -> None:
+        """Post ``TimerFired(name)`` at ``at_ns`` (monotonic); a later one replaces it."""
+        self._timers.set(name, at_ns)
+
+    def stop(self) -> None:
+        """Handle no further events; idempotent."""
+        self._stopped = True
+        self._timers.stop()
+
+
+class Timers:
+    """Named timers of one node on one thread, started when the first is set."""
+
+    def __init__(self, post: Callable[[Event], None]) -> None:
+        self._post = post
+        self._changed = threading.Condition()
+        self._heap: list[tuple[int, str]] = []
+        self._due: dict[str, int] = {}
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def set(self, name: str, at_ns: int) -> None:
+        """Set a timer, or move one that is set."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._due[name] = at_ns
+            heapq.heappush(self._heap, (at_ns, name))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="paradis-timers", daemon=True
+                )
+                self._thread.start()
+            if self._heap[0][0] == at_ns:
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._stopped:
+                    return
+                now = time.monotonic_ns()
+                due: list[str] = []
+                while self._heap and self._heap[0][0] <= now:
+                    at_ns, name = heapq.heappop(self._heap)
+                    if self._due.get(name) == at_ns:
+                        del self._due[name]
+                        due.append(name)
+                if not due:
+                    wait_s = (self._heap[0][0] - now) / 1e9 if self._heap else 60.0
+                    self._changed.wait(min(wait_s, 60.0))
+                    continue
+            for name in due:
+                self._post(TimerFired(name))
+
+    def stop(self) -> None:
+        """End the thread; idempotent, callable from the thread itself."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)

@@ -1,0 +1,52 @@
+"""Runs numeric jobs on a few threads; every job is one intra-op thread, so bits never depend on cores."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Executor:
+    """A small pool of threads.
+
+    Args:
+        threads: number of threads; 0 runs every job in the calling thread.
+    """
+
+    def __init__(self, threads: int, name: str = "paradis-numerics") -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job, *, small: bool = False) -> None:
+        """Run a job, in the calling thread if it is small. A job reports by posting events.
+
+        The queue is bounded by what jobs exist for: at most one per shard.
+        """
+        if small or not self._threads:
+            job()
+        else:
+            self._jobs.put(job)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def stop(self) -> None:
+        """Finish queued jobs and end the threads; idempotent."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+        self._threads = []

@@ -1,0 +1,212 @@
+"""A real server, and a real rack agent: what their roles ask for, done with tensors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from paradis.errors import ParadisError
+from paradis.ids import NodeId
+from paradis.numerics.finite import first_non_finite
+from paradis.numerics.memory_order import as_bytes
+from paradis.numerics.reduce import reduce_tree, square_sum
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles.receiver import Receiver
+from paradis.runtime.arena import Placed
+from paradis.runtime.node import Node
+from paradis.runtime.shard_store import ShardStore
+from paradis.storage.checkpoint import Section, write_part
+from paradis.storage.tensorfile import torch_dtype
+from paradis.wire.frame import FrameHeader
+from paradis.wire.messages import DataMessage, Push, RackPush, Saved, State
+
+_PUSHES = (Push.KIND, RackPush.KIND)
+
+
+class SummingNode(Node):
+    """A node whose role collects contributions: receives into accumulators, reduces."""
+
+    def place(self, peer: NodeId, header: FrameHeader) -> Placed:
+        """Receive the first contribution into the accumulator, others into the store."""
+        role = self.driver.role
+        assert isinstance(role, Receiver)
+        shard = -1
+        if header.kind in _PUSHES:
+            wanted = role.size_of(header.fields[2])
+            if wanted != header.payload_bytes:
+                return self.arena.scratch(header.payload_bytes)
+            if not role.collecting(header.fields[2]):
+                shard = header.fields[2]
+        return self.arena.place(header.payload_bytes, accumulator_of=shard)
+
+    def carry_own(self, effect: fx.Effect) -> None:
+        """Carry out sums; everything else is not this node's."""
+        match effect:
+            case fx.Reduce():
+                self._reduce(effect)
+            case fx.OpenPlan():
+                for shard in effect.shards:
+                    self._dtypes[shard.shard] = torch_dtype(shard.dtype)
+            case _:
+                super().carry_own(effect)
+
+    _dtypes: dict[int, torch.dtype]
+
+    def _reduce(self, effect: fx.Reduce) -> None:
+        dtype = self._dtypes[effect.shard]
+        flat = [lease for group in effect.sources for lease in group]
+        nbytes = self.arena.bytes_of(flat[0]).numel()
+        # Taken here, under the node's lock, so that no payload is placed into it meanwhile.
+        target = self.arena.sum_target(effect.shard, nbytes, flat).view(dtype)
+        groups = [[self.arena.bytes_of(x).view(dtype) for x in g] for g in effect.sources]
+
+        def job() -> ev.Event:
+            reduce_tree(groups, target, effect.divisor, effect.missing)
+            bad = first_non_finite(target) if effect.check else None
+            return ev.Reduced(effect.shard, effect.ticket, -1 if bad is None else bad)
+
+        self.run_job(f"summing shard {effect.shard}", job, nbytes=nbytes * len(flat))
+
+
+class AgentNode(SummingNode):
+    """A rack agent."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._dtypes = {}
+
+
+class ServerNode(SummingNode):
+    """A server."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._dtypes = {}
+        self.store = ShardStore()
+        self._writers: list[threading.Thread] = []
+
+    def carry_own(self, effect: fx.Effect) -> None:
+        """Carry out what a server's role asks for."""
+        match effect:
+            case fx.OpenPlan():
+                super().carry_own(effect)
+                try:
+                    self.store.open(effect.plan, effect.shards)
+                except ParadisError as error:
+                    self.driver.post(
+                        ev.EffectFailed("opening a plan", type(error).__name__, error.message)
+                    )
+            case fx.Apply():
+                self._apply(effect)
+            case fx.Store():
+                self._store(effect)
+            case fx.Load():
+                self._load(effect)
+            case fx.Measure():
+                self._measure(effect)
+            case fx.Copy():
+                self._copy(effect)
+            case _:
+                super().carry_own(effect)
+
+    def resolve(
+        self, message: DataMessage, payload: fx.Payload | None
+    ) -> tuple[DataMessage, list[memoryview], Callable[[], None] | None]:
+        """Find the bytes of a shard's value or of all its sections."""
+        match payload:
+            case fx.Sections(shard=shard, keys=("*",)):
+                keys, dtypes, scalars, buffers = self.store.sections(shard)
+                assert isinstance(message, State)
+                message = msgspec.structs.replace(
+                    message, keys=keys, dtypes=dtypes, scalars=scalars
+                )
+                return message, buffers, None
+            case fx.Sections(shard=shard):
+                return message, [self.store.value_bytes(shard)], None
+            case _:
+                return super().resolve(message, payload)
+
+    def _apply(self, effect: fx.Apply) -> None:
+        total = self.arena.sum_of(effect.shard)
+
+        def job() -> ev.Event:
+            self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip)
+            self.counters.add("updates", 1)
+            return ev.Applied(effect.shard, effect.step)
+
+        self.run_job(f"updating shard {effect.shard}", job, nbytes=total.numel())
+
+    def _store(self, effect: fx.Store) -> None:
+        data = self.arena.bytes_of(effect.lease)
+
+        def job() -> ev.Event:
+            try:
+                self.store.store(effect.shard, data, effect.keys, effect.dtypes, effect.scalars)
+            finally:
+                self.arena.release(effect.lease)
+            return ev.Stored(effect.shard, effect.ticket)
+
+        self.run_job(f"taking over shard {effect.shard}", job, nbytes=data.numel())
+
+    def _load(self, effect: fx.Load) -> None:
+        def job() -> ev.Event:
+            self.store.load(effect.group, effect.shard, effect.path)
+            return ev.Stored(effect.shard, effect.ticket)
+
+        size = as_bytes(self.store.shards[effect.shard].value).nbytes
+        self.run_job(f"loading shard {effect.shard}", job, nbytes=size)
+
+    def _measure(self, effect: fx.Measure) -> None:
+        def job() -> ev.Event:
+            squares = {
+                s: square_sum(self.arena.sum_of(s).view(self._dtypes[s])) for s in effect.shards
+            }
+            return ev.Measured(effect.group, effect.step, squares)
+
+        self.run_job("measuring norms", job, nbytes=1 << 30)
+
+    def _copy(self, effect: fx.Copy) -> None:
+        def job() -> ev.Event:
+            sections, scalars = self.store.copy(effect.group)
+            writer = threading.Thread(
+                target=self._write, args=(effect, sections, scalars), name="paradis-checkpoint"
+            )
+            self._writers = [w for w in self._writers if w.is_alive()] + [writer]
+            writer.start()
+            return ev.Copied(effect.group, effect.checkpoint)
+
+        self.run_job("copying for a checkpoint", job, nbytes=1 << 30)
+
+    def _write(
+        self, effect: fx.Copy, sections: list[Section], scalars: dict[str, dict[str, float]]
+    ) -> None:
+        try:
+            pieces = write_part(Path(effect.checkpoint), self.identity.node, sections)
+        except ParadisError as error:
+            self.driver.post(ev.Written(effect.checkpoint, None, error.message))
+            return
+        saved = Saved(
+            node=self.identity.node,
+            checkpoint=effect.checkpoint,
+            group=effect.group,
+            step=effect.step,
+            pieces=pieces,
+            scalars=scalars,
+        )
+        self.driver.post(ev.Written(effect.checkpoint, saved))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(w.is_alive() for w in self._writers)
+
+    def close(self) -> None:
+        """Finish writing checkpoints, then release everything."""
+        for writer in self._writers:
+            writer.join(60.0)
+        super().close()

@@ -1,0 +1,235 @@
+"""A server's shards: values, optimizer state, and what travels of them.
+
+Invariant: every tensor here is written by one job at a time, and a value is not written while a
+worker may still need the bytes being sent: the next update of a shard needs every worker's commit,
+which needs the value installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paradis.errors import SnapshotCorrupt
+from paradis.numerics.memory_order import as_bytes
+from paradis.numerics.shard_optimizer import ShardOptimizer
+from paradis.storage.checkpoint import PieceReader, Section
+from paradis.storage.manifest import group_directory, read_manifest, resolve
+from paradis.storage.tensorfile import torch_dtype
+from paradis.wire.messages import Options, ParameterSpec, Plan, ShardPlan
+
+Scalars = dict[int, dict[str, float]]
+
+
+@dataclass(slots=True)
+class HeldValue:
+    """One shard's tensors.
+
+    Attributes:
+        value: (length,) of the shard's dtype; padding between segments stays zero.
+        segments: views of ``value``, one per parameter piece.
+        optimizer: None for buffers.
+    """
+
+    plan: ShardPlan
+    specs: tuple[ParameterSpec, ...]
+    value: torch.Tensor
+    segments: list[torch.Tensor]
+    optimizer: ShardOptimizer | None
+
+
+class ShardStore:
+    """The values of one server."""
+
+    def __init__(self) -> None:
+        self.shards: dict[int, HeldValue] = {}
+        self._group: dict[int, list[int]] = {}
+        self._specs: dict[int, list[ParameterSpec]] = {}
+
+    def open(self, plan: Plan, shards: Sequence[ShardPlan]) -> None:
+        """Allocate this server's shards of a plan, zeroed.
+
+        Raises:
+            ConfigError: the optimizer's options are refused.
+        """
+        specs = self._specs.setdefault(plan.group, [])
+        specs.extend(plan.parameters)
+        for shard in shards:
+            value = torch.zeros(shard.length, dtype=torch_dtype(shard.dtype))
+            segments = [value[s.start : s.start + s.length] for s in shard.segments]
+            optimizer = None
+            if not shard.is_buffer and shard.length:
+                options = plan.options[shard.options_group]
+                optimizer = ShardOptimizer(plan.optimizer, options, segments)
+            owners = tuple(specs[s.parameter] for s in shard.segments)
+            self.shards[shard.shard] = HeldValue(shard, owners, value, segments, optimizer)
+            self._group.setdefault(plan.group, []).append(shard.shard)
+
+    def apply(
+        self,
+        shard: int,
+        total: torch.Tensor,
+        options: Options,
+        present: Sequence[bool],
+        clip: float,
+    ) -> None:
+        """Run the optimizer on a shard.
+
+        Args:
+            total: (nbytes,) uint8, the mean gradient; may be overwritten.
+            present: per segment; an absent one is left untouched, its step stands still.
+            clip: factor for the gradient.
+        """
+        held = self.shards[shard]
+        assert held.optimizer is not None
+        grad = total.view(held.value.dtype)
+        if clip != 1.0:
+            grad.mul_(clip)
+        grads = [
+            grad[s.start : s.start + s.length] if here else None
+            for s, here in zip(held.plan.segments, present, strict=True)
+        ]
+        held.optimizer.apply(grads, options)
+
+    def value_bytes(self, shard: int) -> memoryview:
+        """Return the bytes of a shard's value, lent."""
+        return as_bytes(self.shards[shard].value)
+
+    def sections(
+        self, shard: int
+    ) -> tuple[tuple[str, ...], tuple[str, ...], Scalars, list[memoryview]]:
+        """Return value and state as they travel: keys, dtypes, scalars, one buffer per key.
+
+        A state that some segments lack is padded with zeros there; ``scalars`` lists exactly the
+        segments that have state, with the names of theirs.
+        """
+        held = self.shards[shard]
+        keys, dtypes, buffers = ["value"], [held.plan.dtype], [as_bytes(held.value)]
+        scalars: Scalars = {}
+        columns: dict[str, torch.Tensor] = {}
+        for index, segment in enumerate(held.plan.segments):
+            tensors, numbers = held.optimizer.state(index) if held.optimizer else ({}, {})
+            if not tensors and not numbers:
+                continue
+            scalars[index] = {**numbers, **{f"has:{key}": 1.0 for key in tensors}}
+            for key, tensor in tensors.items():
+                if key not in columns:
+                    columns[key] = torch.zeros(held.plan.length, dtype=tensor.dtype)
+                columns[key][segment.start : segment.start + segment.length] = tensor
+        for key, column in sorted(columns.items()):
+            keys.append(key)
+            dtypes.append(str(column.dtype).removeprefix("torch."))
+            buffers.append(as_bytes(column))
+        return tuple(keys), tuple(dtypes), scalars, buffers
+
+    def store(
+        self,
+        shard: int,
+        data: torch.Tensor,
+        keys: Sequence[str],
+        dtypes: Sequence[str],
+        scalars: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """Take value and state of a shard from received sections.
+
+        Args:
+            data: (nbytes,) uint8, sections in the order of ``keys``. Copied.
+        """
+        held = self.shards[shard]
+        columns = split_sections(data, held.plan, keys, dtypes)
+        if "value" in columns:
+            held.value.copy_(columns.pop("value"))
+        if not columns and not scalars:
+            return
+        for index, segment in enumerate(held.plan.segments):
+            given = scalars.get(index, {})
+            stop = segment.start + segment.length
+            tensors = {
+                key: column[segment.start : stop]
+                for key, column in columns.items()
+                if f"has:{key}" in given
+            }
+            numbers = {k: v for k, v in given.items() if not k.startswith("has:")}
+            assert held.optimizer is not None
+            held.optimizer.load_state(index, tensors, numbers)
+
+    def load(self, group: int, shard: int, path: str) -> None:
+        """Read value and state of a shard from a checkpoint.
+
+        Raises:
+            SnapshotCorrupt: damaged, incomplete, or of another model.
+        """
+        held = self.shards[shard]
+        directory = group_directory(resolve(Path(path)), group)
+        reader = PieceReader(directory, read_manifest(directory))
+        for index, (segment, spec) in enumerate(zip(held.plan.segments, held.specs, strict=True)):
+            for key in reader.keys(spec.name):
+                if key == "value":
+                    held.segments[index].copy_(
+                        reader.read(spec.name, key, segment.offset, segment.length, spec.dtype)
+                    )
+            if held.optimizer is None:
+                continue
+            tensors = {
+                key: reader.read(
+                    spec.name, key, segment.offset, segment.length, reader.dtype(spec.name, key)
+                )
+                for key in reader.keys(spec.name)
+                if key != "value"
+            }
+            held.optimizer.load_state(index, tensors, reader.scalars(spec.name))
+
+    def copy(self, group: int) -> tuple[list[Section], dict[str, dict[str, float]]]:
+        """Return copies of everything of a group as checkpoint sections, and its scalars."""
+        sections: list[Section] = []
+        scalars: dict[str, dict[str, float]] = {}
+        for shard in self._group.get(group, []):
+            held = self.shards[shard]
+            for index, (segment, spec) in enumerate(
+                zip(held.plan.segments, held.specs, strict=True)
+            ):
+                value = held.segments[index].clone()
+                sections.append(Section(spec.name, "value", segment.offset, value))
+                if held.optimizer is None:
+                    continue
+                tensors, numbers = held.optimizer.state(index)
+                if numbers:
+                    scalars[spec.name] = numbers
+                for key, tensor in tensors.items():
+                    sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
+        return sections, scalars
+
+    def state_bytes(self) -> int:
+        """Return the bytes of values and optimizer state that are held."""
+        total = 0
+        for held in self.shards.values():
+            total += held.value.numel() * held.value.element_size()
+            total += held.optimizer.state_bytes() if held.optimizer else 0
+        return total
+
+
+def split_sections(
+    data: torch.Tensor, plan: ShardPlan, keys: Sequence[str], dtypes: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return key -> (length,) view of received sections.
+
+    Raises:
+        SnapshotCorrupt: the sections do not have the lengths that the shard says.
+    """
+    names = tuple(dtypes) or (plan.dtype,) * len(keys)
+    columns: dict[str, torch.Tensor] = {}
+    start = 0
+    for key, name in zip(keys, names, strict=True):
+        dtype = torch_dtype(name)
+        stop = start + plan.length * dtype.itemsize
+        if stop > data.numel():
+            raise SnapshotCorrupt(
+                f"shard {plan.shard} refused: section {key!r} needs {stop} bytes, got "
+                f"{data.numel()}; sender and receiver have different plans"
+            )
+        columns[key] = data[start:stop].view(dtype)
+        start = stop
+    return columns

@@ -1,0 +1,243 @@
+"""A worker's tensors as the data plane sees them: shards of values and of gradients.
+
+Values are received straight into the parameters, gradients are sent straight from ``.grad``: no byte
+is copied on the way, but for tensors that are not one dense run of CPU memory, which go through a
+flat staging copy.
+
+Invariant: at most one connection receives into a shard's value at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, same_order
+from paradis.wire.messages import ShardPlan
+
+
+class BoundTensor:
+    """One parameter or buffer of the model.
+
+    Args:
+        name: as registered.
+        tensor: the live tensor.
+
+    Attributes:
+        flat: (numel,) on the CPU in memory order: a view of the tensor, or a staging copy.
+        staged: whether ``flat`` is a staging copy.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.bind()
+
+    def bind(self) -> None:
+        """Look at the tensor's memory (again: ``p.data = other`` moves it)."""
+        view = flat_view(self.tensor) if self.tensor.device.type == "cpu" else None
+        self.staged = view is None
+        self.flat = torch.empty(self.tensor.numel(), dtype=self.dtype) if view is None else view
+        self.pointer = self.tensor.data_ptr()
+        self.bytes = as_bytes(self.flat)
+        self.stage()
+
+    def stage(self) -> None:
+        """Copy the tensor's present value into the staging copy, if it has one."""
+        if self.staged:
+            _copy_out(self.tensor.detach(), self.flat)
+
+    def unstage(self) -> None:
+        """Copy the staging copy into the tensor, if it has one."""
+        if self.staged:
+            with torch.no_grad():
+                value = self.flat.view(self.shape) if self.flat.numel() else self.flat
+                self.tensor.copy_(value.reshape(self.shape))
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return the gradient, (numel,) in the value's memory order; a view where possible.
+
+        Raises:
+            ValueError: the gradient is sparse; the caller names the parameter.
+        """
+        grad = self.tensor.grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise ValueError("sparse")
+        if self.staged:
+            flat = torch.empty(self.tensor.numel(), dtype=self.dtype)
+            _copy_out(grad.detach(), flat)
+            return flat
+        if grad.dtype == self.dtype and grad.device.type == "cpu" and same_order(grad, self.tensor):
+            view = flat_view(grad)
+            if view is not None:
+                return view
+        flat = torch.empty(self.tensor.numel(), dtype=self.dtype)
+        copy_in_order(grad.to(self.dtype), self.tensor, flat)
+        return flat
+
+
+def _copy_out(source: torch.Tensor, flat: torch.Tensor) -> None:
+    """Write a tensor into a flat CPU tensor in row-major order."""
+    flat.copy_(source.reshape(-1))
+
+
+@dataclass(slots=True)
+class ShardMemory:
+    """One shard on a worker.
+
+    Attributes:
+        tensors: owner of each segment.
+        value: byte views of the value, padding included, in order.
+        gradient: byte views of the gradient handed over, in order.
+        digests: xxh3_64 of each segment's value as last installed.
+        state: optimizer state sections to send along with the value: key -> bytes.
+    """
+
+    plan: ShardPlan
+    tensors: tuple[BoundTensor, ...]
+    value: list[memoryview]
+    gradient: list[memoryview]
+    digests: list[int]
+    state: dict[str, memoryview]
+    staged: bool = False
+
+    def bind(self) -> None:
+        """Make the value's views anew from the tensors' memory."""
+        size = self.tensors[0].dtype.itemsize if self.tensors else 1
+        self.value = self.assemble([t.bytes for t in self.tensors], size)
+        self.staged = any(t.staged for t in self.tensors)
+
+    def assemble(self, sources: list[memoryview], size: int) -> list[memoryview]:
+        """Cut whole tensors' bytes to this shard's segments, with padding between.
+
+        Args:
+            sources: per segment the bytes of the whole tensor it is a piece of.
+            size: bytes of one element.
+        """
+        views: list[memoryview] = []
+        end = 0
+        for segment, source in zip(self.plan.segments, sources, strict=True):
+            if segment.start > end:
+                views.append(_padding((segment.start - end) * size))
+            if segment.length:
+                views.append(
+                    source[segment.offset * size : (segment.offset + segment.length) * size]
+                )
+            end = segment.start + segment.length
+        if self.plan.length > end:
+            views.append(_padding((self.plan.length - end) * size))
+        return views
+
+    def digest(self) -> list[int]:
+        """Return the xxh3_64 of each segment's present value."""
+        result = []
+        for segment, tensor in zip(self.plan.segments, self.tensors, strict=True):
+            size = tensor.dtype.itemsize
+            start = segment.offset * size
+            piece = tensor.bytes[start : start + segment.length * size]
+            result.append(xxhash.xxh3_64_intdigest(piece))
+        return result
+
+    def installed(self) -> None:
+        """A new value is in ``value``: bring it into staged tensors."""
+        if self.staged:
+            for tensor in self.tensors:
+                tensor.unstage()
+
+    def fill(self, data: memoryview) -> None:
+        """Copy a received value into the tensors.
+
+        Args:
+            data: the whole shard's bytes.
+        """
+        start = 0
+        for view in self.value:
+            view[:] = data[start : start + len(view)]
+            start += len(view)
+
+
+_ZEROS = bytearray(64)
+
+
+def _padding(nbytes: int) -> memoryview:
+    """Return writable memory for padding bytes; what lands there is zeros, sent as zeros."""
+    assert nbytes <= len(_ZEROS), nbytes
+    return memoryview(_ZEROS)[:nbytes]
+
+
+class GroupMemory:
+    """All shards of one ``wrap`` call on a worker.
+
+    Args:
+        detect_changes: keep digests of values, to see what the script changes.
+    """
+
+    def __init__(self, *, detect_changes: bool) -> None:
+        self.detect_changes = detect_changes
+        self.tensors: list[BoundTensor] = []
+        self.shards: dict[int, ShardMemory] = {}
+        self._zeros = memoryview(bytearray(64))
+
+    def add(self, shards: tuple[ShardPlan, ...]) -> None:
+        """Add the shards of a plan; their tensors are in ``tensors`` already."""
+        for plan in shards:
+            owners = tuple(self.tensors[s.parameter] for s in plan.segments)
+            memory = ShardMemory(plan, owners, [], [], [], {})
+            memory.bind()
+            self.shards[plan.shard] = memory
+
+    def zeros(self, nbytes: int) -> memoryview:
+        """Return bytes of zeros, lent, for a gradient that is absent inside a present shard."""
+        if len(self._zeros) < nbytes:
+            self._zeros = memoryview(bytearray(nbytes))
+        return self._zeros[:nbytes]
+
+    def set_gradient(self, shard: int, gradients: list[torch.Tensor | None]) -> None:
+        """Say what a shard's gradient is; the tensors are borrowed until the step is done.
+
+        Args:
+            gradients: per segment the flat gradient of the whole tensor, or None for zeros.
+        """
+        memory = self.shards[shard]
+        size = memory.tensors[0].dtype.itemsize
+        sources = [
+            self.zeros(t.tensor.numel() * size) if g is None else as_bytes(g)
+            for t, g in zip(memory.tensors, gradients, strict=True)
+        ]
+        memory.gradient = memory.assemble(sources, size)
+
+    def installed(self, shard: int) -> None:
+        """A shard's new value is in place."""
+        memory = self.shards[shard]
+        memory.installed()
+        if self.detect_changes:
+            memory.digests = memory.digest()
+
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of the shards whose value the script changed."""
+        moved = False
+        for bound in self.tensors:
+            if bound.staged:
+                bound.stage()
+            elif bound.tensor.data_ptr() != bound.pointer:
+                bound.bind()
+                moved = True
+        if moved:
+            for memory in self.shards.values():
+                memory.bind()
+        if not self.detect_changes:
+            return {}
+        found = {}
+        for shard, memory in self.shards.items():
+            if memory.plan.is_buffer:
+                continue
+            digests = memory.digest()
+            if digests != memory.digests:
+                found[shard] = digests
+        return found

@@ -1,0 +1,188 @@
+"""A real worker: the role between the script's thread and the data plane."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from paradis.errors import DeadlineExceeded, InternalError, ParadisError, from_name
+from paradis.ids import NodeId
+from paradis.roles import effects as fx
+from paradis.roles.worker import WorkerRole
+from paradis.runtime.arena import Placed
+from paradis.runtime.node import ControlChannel, Node
+from paradis.runtime.worker_memory import GroupMemory
+from paradis.transport.base import Identity, Transport
+from paradis.wire.frame import FrameHeader
+from paradis.wire.messages import Assign, DataMessage, Update
+
+_LOOK_S = 0.5
+"""How often a waiting script looks for signals and for the end of the node."""
+
+
+class KeptState(msgspec.Struct, frozen=True):
+    """Value and optimizer state of a shard as a server sent them."""
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    scalars: dict[int, dict[str, float]]
+    data: bytes
+
+
+class WorkerNode(Node):
+    """One worker's end of the system, inside the user's process.
+
+    Attributes:
+        memory: group -> its tensors.
+        kept: (group, shard) -> state fetched last.
+    """
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        identity: Identity,
+        control: ControlChannel,
+        transports: Mapping[str, Transport],
+        *,
+        store_bytes_max: int,
+    ) -> None:
+        self.memory: dict[int, GroupMemory] = {}
+        self.kept: dict[tuple[int, int], KeptState] = {}
+        self._receiving: dict[int, NodeId] = {}
+        self._done: dict[tuple[int, str], fx.Complete] = {}
+        self._changed = threading.Condition()
+        self.worker_role = role
+        super().__init__(
+            role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
+        )
+        self.links.on_lost = self._peer_lost
+
+    # --------------------------------------------------------------- receiving
+
+    def place(self, peer: NodeId, header: FrameHeader) -> Placed:
+        """Receive a wanted update straight into the parameters, anything else into the store."""
+        if header.kind != Update.KIND:
+            return self.arena.place(header.payload_bytes)
+        _, group, shard, _, _, version, *_ = header.fields
+        memory = self.memory.get(group)
+        held = memory.shards.get(shard) if memory is not None else None
+        if held is None or not self.worker_role.wants(group, shard, version):
+            return self.arena.scratch(header.payload_bytes)
+        with self._changed:
+            if shard in self._receiving:
+                return self.arena.scratch(header.payload_bytes)
+            if sum(len(v) for v in held.value) != header.payload_bytes:
+                return self.arena.scratch(header.payload_bytes)
+            self._receiving[shard] = peer
+        return Placed(-1 - shard, tuple(held.value))
+
+    def _peer_lost(self, peer: NodeId) -> None:
+        """A link broke in the middle of a value: another copy may be received."""
+        with self._changed:
+            for shard in [s for s, p in self._receiving.items() if p == peer]:
+                del self._receiving[shard]
+
+    # ----------------------------------------------------------------- effects
+
+    def carry(self, effect: fx.Effect) -> None:
+        """Carry out an effect; leases below zero name a parameter's own memory."""
+        if isinstance(effect, fx.Release) and effect.lease < 0:
+            self._received(effect.lease)
+        else:
+            super().carry(effect)
+
+    def carry_own(self, effect: fx.Effect) -> None:
+        """Carry out what a worker's role asks for."""
+        match effect:
+            case fx.Complete():
+                self._complete(effect)
+            case fx.Install():
+                self._install(effect)
+            case fx.KeepState():
+                self.kept[effect.group, effect.shard] = KeptState(
+                    effect.keys, effect.dtypes, effect.scalars,
+                    bytes(self.arena.bytes_of(effect.lease).numpy().data),
+                )  # fmt: skip
+                self.arena.release(effect.lease)
+            case _:
+                super().carry_own(effect)
+
+    def _received(self, lease: int) -> None:
+        with self._changed:
+            self._receiving.pop(-1 - lease, None)
+
+    def _install(self, effect: fx.Install) -> None:
+        memory = self.memory[effect.group]
+        nbytes = sum(len(v) for v in memory.shards[effect.shard].value)
+        if effect.lease > 0:
+            memory.shards[effect.shard].fill(self.arena.bytes_of(effect.lease).numpy().data)
+            self.arena.release(effect.lease)
+        memory.installed(effect.shard)
+        self._received(-1 - effect.shard)
+        self.counters.add("pull_bytes", nbytes)
+
+    def resolve(
+        self, message: DataMessage, payload: fx.Payload | None
+    ) -> tuple[DataMessage, list[memoryview], Callable[[], None] | None]:
+        """Find a gradient's bytes, or the values (and state) to assign."""
+        match payload:
+            case fx.Gradient(group=group, shard=shard):
+                views = self.memory[group].shards[shard].gradient
+                self.counters.add("push_bytes", sum(len(v) for v in views))
+                return message, views, None
+            case fx.Sections(group=group, shard=shard):
+                held = self.memory[group].shards[shard]
+                assert isinstance(message, Assign)
+                views = list(held.value) if "value" in message.keys else []
+                views += [held.state[key] for key in message.keys if key != "value"]
+                return message, views, None
+            case _:
+                return super().resolve(message, payload)
+
+    # ----------------------------------------------------------------- waiting
+
+    def _complete(self, effect: fx.Complete) -> None:
+        with self._changed:
+            if effect.what == "failed" and self.error is None:
+                self.error = from_name(effect.error, effect.text)
+            self._done[effect.group, effect.what] = effect
+            self._changed.notify_all()
+
+    def fail(self, error: ParadisError) -> None:
+        """End with an error and wake the script."""
+        super().fail(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def forget(self, group: int, what: str) -> None:
+        """Drop an earlier completion of the same kind, before asking anew."""
+        with self._changed:
+            self._done.pop((group, what), None)
+
+    def wait(self, group: int, what: str, *, timeout_s: float) -> fx.Complete:
+        """Wait for a completion, on the script's thread.
+
+        Raises:
+            ParadisError: the job failed, or what was asked for is refused.
+            DeadlineExceeded: it did not come; the message says what is missing.
+        """
+        waited_s = 0.0
+        with self._changed:
+            while (group, what) not in self._done:
+                if self.error is not None:
+                    raise self.error
+                if self.ended.is_set():
+                    raise InternalError(f"{self.identity.node} has ended: {self.reason}")
+                if waited_s >= timeout_s:
+                    raise DeadlineExceeded(
+                        f"{what} timed out on {self.identity.node} after {timeout_s:.0f} s: "
+                        f"{self.worker_role.missing(group)}; look at the servers' logs"
+                    )
+                if not self._changed.wait(_LOOK_S):
+                    waited_s += _LOOK_S
+            done = self._done.pop((group, what))
+        if done.error:
+            raise from_name(done.error, done.text)
+        return done
