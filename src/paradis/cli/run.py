@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paradis.cli.nodes import JobPlan, dispatcher_command, server_command, worker_command
+from paradis.cli.summary import print_nodes
 from paradis.config import JobConfig, load_config
 from paradis.errors import ConfigError
 from paradis.runtime import descriptors
@@ -123,7 +124,10 @@ def _run(request: RunRequest, config: JobConfig, run: RunDirectory) -> int:
             for rank in range(config.topology.workers):
                 agent.start(worker_command(plan, rank, address))
         code = agent.watch()
-    if agent.checkpoint is not None and code:
+    if agent.summary is not None:
+        print_nodes(agent.summary.nodes)
+    if agent.checkpoint is not None:
+        say(f"checkpoint of step {agent.checkpoint.step}: {agent.checkpoint.path}")
         say(f"to resume: {shlex.join(resume_command(request, agent.checkpoint.path))}")
     return code
 
