@@ -31,12 +31,15 @@ class Contribution:
     Attributes:
         ranks: rank -> revision, in worker order.
         rack: index of the dispatcher that summed it, -1 for a direct push.
+        tag: what the pusher calls it, for acknowledgements: a gradient's revision, or the number
+            that a rack agent gave to its sum.
     """
 
     ranks: Revisions
     lease: int
     nbytes: int
     rack: int = -1
+    tag: int = 0
 
 
 @dataclass(slots=True)
@@ -47,7 +50,8 @@ class Added:
         outcome: held; duplicate (already counted); refused (another route or an older revision);
             void (held, and the sum made earlier is worthless).
         dropped: contributions that it replaces: release them.
-        ask: ranks that must resend because their part of the void sum is gone.
+        ask: ranks that must resend because their part of the void sum is gone, or must push
+            directly because their rack's sum no longer counts.
     """
 
     outcome: Outcome
@@ -86,6 +90,7 @@ class Collection:
         lease: int,
         nbytes: int,
         rack: int = -1,
+        tag: int = 0,
         rack_of: Mapping[int, int] | None = None,
     ) -> Added:
         """Take a contribution in, or say why not.
@@ -93,24 +98,22 @@ class Collection:
         Args:
             ranks: rank -> revision.
             rack: dispatcher index when it is a rack's sum.
+            tag: what the pusher calls it.
             rack_of: rank -> dispatcher index of its rack agent, for direct pushes.
         """
-        known = self._known(ranks)
-        if known is not None and all(known.get(r, -1) >= v for r, v in ranks.items()):
+        known = self._known()
+        if all(known.get(r, -1) >= v for r, v in ranks.items()):
             return Added("duplicate")
         if rack >= 0 and rack in self.direct:
-            return Added("refused")
+            return Added("refused", ask=[r for r in ranks if r not in known])
         dropped: list[Contribution] = []
         ask: dict[int, None] = {}
         if rack < 0 and rack_of is not None:
-            for rank in ranks:
-                owner = rack_of.get(rank, -1)
-                if owner >= 0 and owner not in self.direct:
-                    self.direct[owner] = None
-                    ask.update(dict.fromkeys(self._drop_rack(owner, dropped)))
-        for old in [c for c in self.held if any(r in ranks for r in c.ranks)]:
-            if any(ranks.get(r, v) < v for r, v in old.ranks.items()):
-                return Added("refused", dropped, list(ask))
+            self._go_direct(ranks, rack_of, dropped, ask)
+        overlap = [c for c in self.held if any(r in ranks for r in c.ranks)]
+        if any(ranks.get(r, v) < v for c in overlap for r, v in c.ranks.items()):
+            return Added("refused", dropped, list(ask))
+        for old in overlap:
             self.held.remove(old)
             dropped.append(old)
             ask.update(dict.fromkeys(r for r in old.ranks if r not in ranks))
@@ -122,31 +125,42 @@ class Collection:
             ask.update(dict.fromkeys(r for r in self.summed if r not in ranks))
             self.summed = None
             outcome = "void"
-        self.held.append(Contribution(dict(ranks), lease, nbytes, rack))
+        self.held.append(Contribution(dict(ranks), lease, nbytes, rack, tag))
         return Added(outcome, dropped, [r for r in ask if r not in ranks])
 
-    def _known(self, ranks: Iterable[int]) -> Revisions | None:
-        """Return the revisions counted so far of these ranks, or None if some rank is missing."""
-        known: Revisions = {}
-        for contribution in (*self.held, *self.summing):
-            known.update(contribution.ranks)
-        if self.summed is not None and not self.poisoned:
-            known.update(self.summed)
-        return known if all(r in known for r in ranks) else None
+    def _go_direct(
+        self,
+        ranks: Iterable[int],
+        rack_of: Mapping[int, int],
+        dropped: list[Contribution],
+        ask: dict[int, None],
+    ) -> None:
+        """A direct push makes its rack direct: all of the rack's workers must push directly."""
+        for rank in ranks:
+            owner = rack_of.get(rank, -1)
+            if owner >= 0 and owner not in self.direct:
+                self.direct[owner] = None
+                self._drop_rack(owner, dropped)
+                known = self._known()
+                mates = (r for r, o in rack_of.items() if o == owner and r not in known)
+                ask.update(dict.fromkeys(mates))
 
-    def _drop_rack(self, rack: int, dropped: list[Contribution]) -> list[int]:
-        """A direct push made the rack direct: its held sum goes, its other workers must resend."""
-        ask: list[int] = []
+    def _known(self) -> Revisions:
+        """Return the newest revision counted so far of every rank."""
+        known: Revisions = dict(self.summed or {})
+        for contribution in (*self.summing, *self.held):
+            for rank, revision in contribution.ranks.items():
+                known[rank] = max(revision, known.get(rank, -1))
+        return known
+
+    def _drop_rack(self, rack: int, dropped: list[Contribution]) -> None:
         for old in [c for c in self.held if c.rack == rack]:
             self.held.remove(old)
             dropped.append(old)
-            ask.extend(old.ranks)
-        return ask
 
     def revision_of(self, rank: int) -> int | None:
-        """Return the revision in which the rank is counted at present, or None."""
-        known = self._known([rank])
-        return None if known is None else known[rank]
+        """Return the newest revision in which the rank is counted at present, or None."""
+        return self._known().get(rank)
 
     def drop_wrong(self, expected: Mapping[int, int | None]) -> list[Contribution]:
         """Drop held contributions that the commits rule out.
@@ -168,15 +182,22 @@ class Collection:
         needed = {r: v for r, v in expected.items() if v is not None}
         return self.summed == needed and not self.poisoned
 
-    def void_sum(self, expected: Mapping[int, int | None]) -> list[int] | None:
+    def void_sum(
+        self, expected: Mapping[int, int | None], ranks: Iterable[int]
+    ) -> list[int] | None:
         """Throw the held sum away when the commits rule it out.
+
+        Args:
+            expected: as for `drop_wrong`.
+            ranks: the ranks that the sum is over.
 
         Returns:
             Ranks whose part of it was right and must be sent again, or None if the sum stays.
         """
         if self.summed is None:
             return None
-        if all(expected.get(r, v) == v for r, v in self.summed.items()):
+        lacks = any(expected.get(r) is not None and r not in self.summed for r in ranks)
+        if not lacks and all(expected.get(r, v) == v for r, v in self.summed.items()):
             return None
         ask = [r for r, v in self.summed.items() if expected.get(r, v) == v]
         self.summed = None
@@ -204,7 +225,7 @@ class Collection:
                 elif rank not in skip:
                     return None
             groups.append(tuple(leases))
-        return tuple(groups)
+        return tuple(groups) if any(groups) else None
 
     def start_sum(self) -> None:
         """The planned sum is being made."""

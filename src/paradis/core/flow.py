@@ -1,13 +1,19 @@
 """Flow control of pushes: what a pusher may send next, and when a receiver returns credit.
 
 Invariant: for one (pusher, receiver, group) the bytes sent and not returned never exceed the
-quota, plus one largest shard in the lane. A shard that is not the lowest unsent one is sent early only while
+quota, plus what is in the lane. A shard that is not the lowest unsent one is sent early only while
 a reserve of one largest shard stays free, so the lowest unsent one can always be sent; with one
-admission order on all workers there is then no cycle of waits (proof: docs/design/0001). Revised and
-resent shards and assignments go through the lane, one at a time, in the same order.
+admission order on all workers there is then no cycle of waits (proof: docs/design/0001).
 
-Differs from credit in TCP: credit is tied to the shard it was spent on, not counted, so that lost
-or repeated acknowledgements do no harm.
+The lane is for revised and resent shards and for assignments: one at a time, and the next when its
+credit is back. Only a lower shard may overtake, so that the lowest shard that anybody waits for
+never waits itself; with everything queued in admission order, as ``step()`` does, nothing overtakes
+and the lane costs a receiver one largest shard beyond the quota.
+
+Source: credit after Kung and Morris, "Credit-based flow control for ATM networks", IEEE Network
+9(2), 1995; the reserve is Havender's resource ordering (IBM Systems Journal 7(2), 1968), relaxed to
+early sends that leave room for the one in turn. Differs from both: credit is tied to the shard it
+was spent on, not counted, so that lost or repeated acknowledgements do no harm.
 
     >>> box = Outbox(quota=8, reserve=4)
     >>> box.begin({10: 4, 11: 4, 12: 4})
@@ -24,12 +30,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
+PUSH = 1
+ASSIGN = 0
+"""Kinds of lane entries: of one shard, the assignment goes before the push."""
+
+Entry = tuple[int, int, int]
+"""A lane entry: place in admission order, kind, shard."""
+
 
 class Outbox:
     """What one pusher may send to one receiver, for one group.
 
-    Attributes:
-        quota: bytes that may be unreturned, at least twice the largest shard.
+    Args:
+        quota: bytes that may be unreturned; raised to twice the largest shard.
         reserve: bytes of the largest shard.
     """
 
@@ -43,19 +56,33 @@ class Outbox:
         self._lowest = 0
         self._ready: list[tuple[int, int]] = []
         self._unreturned: dict[int, int] = {}
-        self._lane: list[tuple[int, int]] = []
-        self.in_lane: int | None = None
+        self._lane: list[Entry] = []
+        self._in_lane: dict[Entry, None] = {}
 
-    def begin(self, sizes: Mapping[int, int]) -> None:
-        """Start a step: shard -> bytes, in admission order. Unreturned credit is carried over."""
+    def grow(self, reserve: int) -> None:
+        """A later plan has a larger shard."""
+        if reserve > self.reserve:
+            self.reserve = reserve
+            self.quota = max(self.quota, 2 * reserve)
+
+    def begin(self, sizes: Mapping[int, int], *, keep_lane: bool = False) -> None:
+        """Start a step: shard -> bytes, in admission order. Unreturned credit is carried over.
+
+        Args:
+            sizes: every shard that may go through the window in this step.
+            keep_lane: the step goes on with more shards: what is in the lane stays.
+        """
         self._sizes = dict(sizes)
         self._order = list(sizes)
         self._rank = {shard: i for i, shard in enumerate(self._order)}
         self._settled = {}
         self._lowest = 0
         self._ready = []
-        self._lane = []
-        self.in_lane = None
+        if not keep_lane:
+            self._lane = []
+            self._in_lane = {}
+
+    # ----------------------------------------------------------------- window
 
     def ready(self, shard: int) -> None:
         """The shard's gradient exists."""
@@ -67,10 +94,19 @@ class Outbox:
         while self._lowest < len(self._order) and self._order[self._lowest] in self._settled:
             self._lowest += 1
 
+    def settled(self, shard: int) -> bool:
+        """Whether the shard can no longer go through the window in this step."""
+        return shard in self._settled or shard not in self._rank
+
     @property
     def used(self) -> int:
-        """Bytes sent and not returned."""
+        """Bytes sent through the window and not returned."""
         return sum(self._unreturned.values())
+
+    def may_push(self, rank: int, size: int) -> bool:
+        """Whether a shard at this place fits now: all of the quota is for the lowest one only."""
+        kept = 0 if rank == self._lowest else self.reserve
+        return self.used + size + kept <= self.quota
 
     def next_push(self) -> int | None:
         """Return the next shard to push through the window and count its bytes, or None."""
@@ -80,8 +116,7 @@ class Outbox:
                 heapq.heappop(self._ready)
                 continue
             size = self._sizes[shard]
-            free = self.quota - self.used
-            if free - size < (0 if rank == self._lowest else self.reserve):
+            if not self.may_push(rank, size):
                 return None
             heapq.heappop(self._ready)
             self._unreturned[shard] = size
@@ -93,42 +128,76 @@ class Outbox:
         """The receiver gave back the credit of this shard; unknown shards are ignored."""
         self._unreturned.pop(shard, None)
 
-    def lane_add(self, shard: int) -> None:
-        """Queue a revised, resent or assigned shard; one already queued is not queued twice."""
-        entry = (self._rank.get(shard, shard), shard)
-        if entry not in self._lane and shard != self.in_lane:
+    # ------------------------------------------------------------------- lane
+
+    def lane_add(self, shard: int, kind: int = PUSH) -> None:
+        """Queue a revised, resent or assigned shard; one already queued is not queued twice.
+
+        One that is under way is queued again: what is on its way may be an older revision.
+        """
+        entry = (self._rank.get(shard, shard), kind, shard)
+        if entry not in self._lane:
             heapq.heappush(self._lane, entry)
 
-    def lane_next(self) -> int | None:
-        """Return the next shard of the lane if the lane is free, and take the lane."""
-        if self.in_lane is not None or not self._lane:
+    def lane_next(self) -> tuple[int, int] | None:
+        """Take the next (shard, kind) of the lane: the lowest, if nothing lower is under way."""
+        if not self._lane or (self._in_lane and self._lane[0] > min(self._in_lane)):
             return None
-        self.in_lane = heapq.heappop(self._lane)[1]
-        return self.in_lane
+        entry = heapq.heappop(self._lane)
+        self._in_lane[entry] = None
+        return entry[2], entry[1]
 
-    def lane_done(self, shard: int) -> None:
-        """The receiver holds the shard that was sent through the lane."""
-        if self.in_lane == shard:
-            self.in_lane = None
+    def lane_done(self, shard: int, kind: int = PUSH) -> None:
+        """The receiver gave back what the shard took in the lane."""
+        self._in_lane.pop((self._rank.get(shard, shard), kind, shard), None)
+
+    def lane_drop(self, shard: int) -> None:
+        """The shard is finished: forget its pushes in the lane, waiting or under way."""
+        entry = (self._rank.get(shard, shard), PUSH, shard)
+        self._in_lane.pop(entry, None)
+        if entry in self._lane:
+            self._lane.remove(entry)
+            heapq.heapify(self._lane)
+
+    def lane_again(self, kind: int) -> None:
+        """Queue again what is under way and has no answer."""
+        for entry in [e for e in self._in_lane if e[1] == kind]:
+            del self._in_lane[entry]
+            self.lane_add(entry[2], kind)
+
+    # ------------------------------------------------------------- inspection
 
     @property
     def blocked(self) -> tuple[int, ...]:
-        """Ready shards that wait for credit, and the shards that hold it (for the wait graph)."""
-        return tuple(s for _, s in self._ready if s not in self._settled)
+        """Ready shards that wait for credit (for the wait graph)."""
+        return tuple(s for _, s in sorted(self._ready) if s not in self._settled)
+
+    @property
+    def unsent(self) -> tuple[int, ...]:
+        """Shards still to go through the window in this step, in admission order."""
+        return tuple(s for s in self._order if s not in self._settled)
 
     @property
     def holding(self) -> tuple[int, ...]:
         """Shards whose credit has not come back."""
         return tuple(self._unreturned)
 
+    def size_of(self, shard: int) -> int:
+        """Return the bytes of a shard of this step, or of one whose credit is not back."""
+        return self._sizes.get(shard, self._unreturned.get(shard, 0))
+
     def check(self) -> None:
         """Assert the invariant."""
         assert self.used <= self.quota, (self.used, self.quota)
-        assert len(self._settled) <= len(self._order)
+        assert self._lowest == len(self._order) or self._order[self._lowest] not in self._settled
 
 
 class Ledger:
     """What one receiver holds for one pusher and group, and which credit it still owes.
+
+    Credit goes back at once while no more than half of the quota is held, and the rest when the
+    bytes are released because the shard is summed: never only when the update is applied, for that
+    needs every commit, which needs every push.
 
     Attributes:
         stored: bytes held.
@@ -158,5 +227,5 @@ class Ledger:
 
     def check(self) -> None:
         """Assert the invariant."""
-        assert self.stored >= 0
+        assert self.stored >= 0, self.stored
         assert sum(self._owed.values()) <= self.stored

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from paradis.core.registration import RegisteredParameter, Registration, compare
 from paradis.core.tree import Tree, default_tree, rack_group
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.planning import make_plan
+from paradis.roles.saves import Saves
 from paradis.settings import SharedSettings
 from paradis.wire import messages as msg
 
@@ -52,15 +55,6 @@ class Member:
     gone: bool = False
 
 
-@dataclass(slots=True)
-class Save:
-    """A checkpoint in the making."""
-
-    info: msg.CheckpointInfo
-    parts: dict[str, msg.Saved]
-    failed: str = ""
-
-
 class LeaderRole:
     """Pure state machine of the leading dispatcher's control duty."""
 
@@ -77,7 +71,7 @@ class LeaderRole:
         self._publishing: msg.View | msg.Plan | None = None
         self._left: dict[int, dict[int, int]] = {}
         self._done: dict[int, None] = {}
-        self._saves: dict[str, Save] = {}
+        self._saves = Saves()
         self._reports: dict[str, dict[str, float]] = {}
         self._over = ""
         self._next_shard = 0
@@ -94,7 +88,7 @@ class LeaderRole:
             case ev.TimerFired():
                 self._on_timer(event.name, now_ns)
             case ev.ManifestWritten():
-                self._on_manifest(event)
+                self._checkpoint_done(self._saves.close(event.checkpoint, event.path, event.error))
             case ev.EffectFailed():
                 self._fail(event.error, f"dispatcher-0: {event.what}: {event.text}", now_ns)
         return self._out
@@ -106,6 +100,8 @@ class LeaderRole:
         match message:
             case msg.Join():
                 self._on_join(source, message, now_ns)
+            case msg.Listening():
+                self._on_listening(source, message.addresses)
             case msg.Register():
                 self._on_register(source, message, now_ns)
             case msg.ViewReady() | msg.PlanReady():
@@ -125,12 +121,12 @@ class LeaderRole:
             case msg.Report():
                 self._reports[message.node] = message.counters
             case msg.CheckpointInfo() | msg.Saved() | msg.SaveFailed():
-                self._on_checkpoint(source, message)
+                self._on_checkpoint(message)
 
     # ------------------------------------------------------------------- joins
 
     def _on_join(self, source: NodeId, join: msg.Join, now_ns: int) -> None:
-        refusal = self._refusal(join)
+        refusal = self.refusal(join)
         if refusal:
             self._send(source, msg.Refused(error="JoinRefused", text=refusal))
             return
@@ -145,14 +141,23 @@ class LeaderRole:
             node=source, incarnation=self.incarnation, generation=self.generation,
             job=self.config.job, world_size=self.config.workers, settings=self.config.shared,
         ))  # fmt: skip
+        self._maybe_first_view()
+
+    def _on_listening(self, source: NodeId, addresses: tuple[str, ...]) -> None:
+        member = self.nodes.get(source)
+        if member is not None:
+            member.join = msgspec.structs.replace(member.join, addresses=addresses)
+            self._maybe_first_view()
+
+    def _maybe_first_view(self) -> None:
         if not self._absent() and self.view is None:
-            self._first_view(now_ns)
+            self._first_view()
 
     @property
     def _beat_ns(self) -> int:
         return int(self.config.settings.heartbeat_interval_s * 1e9)
 
-    def _refusal(self, join: msg.Join) -> str:
+    def refusal(self, join: msg.Join) -> str:
         """Return why a node may not join, or an empty text."""
         node = NodeId(join.node)
         limits = {"worker": self.config.workers, "server": self.config.servers,
@@ -174,12 +179,23 @@ class LeaderRole:
         wanted = [dispatcher_id(i) for i in range(self.config.dispatchers)]
         wanted += [server_id(i) for i in range(self.config.servers)]
         wanted += [worker_id(i) for i in range(self.config.workers)]
-        return [n for n in wanted if n not in self.nodes]
+        return [n for n in wanted if not self._complete(n)]
+
+    def _complete(self, node: NodeId) -> bool:
+        member = self.nodes.get(node)
+        return member is not None and (role_of(node) == "worker" or bool(member.join.addresses))
+
+    def free_name(self, role: str) -> NodeId:
+        """Return the lowest free name of a role, for a node that asks for any."""
+        index = 0
+        while NodeId(f"{role}-{index}") in self.nodes:
+            index += 1
+        return NodeId(f"{role}-{index}")
 
     def _of_role(self, role: str) -> list[NodeId]:
         return sorted((n for n in self.nodes if role_of(n) == role), key=index_of)
 
-    def _first_view(self, now_ns: int) -> None:
+    def _first_view(self) -> None:
         self._warn_capabilities()
         ranks = tuple(range(self.config.workers))
         by_rack: dict[str, list[int]] = {}
@@ -243,6 +259,7 @@ class LeaderRole:
         self._publishing = self._queue.pop(0)
         self._out.append(fx.Persist({"generation": str(self.generation)}))
         first = self._of_role("server") + self._of_role("dispatcher")
+        first = [n for n in first if not self.nodes[n].gone]
         self._unready = dict.fromkeys(first)
         for node in first:
             self._send(node, self._publishing)
@@ -253,8 +270,13 @@ class LeaderRole:
             return
         if isinstance(ready, msg.PlanReady) != isinstance(now, msg.Plan):
             return
+        self._confirmed(source)
+
+    def _confirmed(self, source: NodeId) -> None:
+        """A node has the view or plan in force, or is gone; the last one lets the workers have it."""
+        now = self._publishing
         self._unready.pop(source, None)
-        if self._unready:
+        if now is None or self._unready:
             return
         for node in self._of_role("worker"):
             if not self.nodes[node].gone:
@@ -271,8 +293,19 @@ class LeaderRole:
         if len(table) == 1:
             deadline = now_ns + int(self.config.settings.join_timeout_s * 1e9)
             self._out.append(fx.SetTimer(f"register:{key[0]}:{key[1]}", deadline))
+        self._plan_if_complete(key, now_ns)
+
+    def _plan_if_complete(self, key: tuple[int, int], now_ns: int) -> None:
+        """Make the plan when all members have registered the same."""
+        table = self._registered[key]
         wanted = self.view.members if self.view else tuple(range(self.config.workers))
-        if any(r not in table for r in wanted):
+        if key in self.plans or any(r not in table for r in wanted):
+            return
+        steps = {r: table[r].step for r in sorted(table)}
+        if len(set(steps.values())) > 1:
+            self._fail("WorkersDisagree", f"wrap number {key[0]} (part {key[1]}) was registered at "
+                       f"different steps: {steps}; register on every worker at the same step",
+                       now_ns)  # fmt: skip
             return
         refusal = compare([_registration(table[r]) for r in sorted(table)])
         if refusal:
@@ -326,9 +359,34 @@ class LeaderRole:
             return
         self._out.append(fx.SetTimer(f"early:{rank}", now_ns + 500_000_000))
         self._publish_view(members, self.view.tree, self.view.racks)
+        for key in list(self._registered):
+            self._plan_if_complete(key, now_ns)
+
+    def _lose_agent(self, node: NodeId, text: str) -> None:
+        """A dispatcher that is not the leader is gone: its rack's workers push directly."""
+        if self.nodes[node].gone and node not in self._unready:
+            return
+        self.nodes[node].gone = True
+        self._announce("warning", f"{text}; workers of its rack push directly to the servers")
+        self._confirmed(node)
+        if self.view is not None:
+            racks = {
+                rack: ("" if agent == node else agent, ranks)
+                for rack, (agent, ranks) in self.view.racks.items()
+            }
+            if racks != self.view.racks:
+                self._publish_view(self.view.members, self.view.tree, racks)
+
+    def _may_go(self, node: NodeId) -> bool:
+        """Whether the job goes on without this node: a rack agent that is not the leader."""
+        known = node in self.nodes and self.view is not None and not self._over
+        return known and role_of(node) == "dispatcher" and node != dispatcher_id(0)
 
     def _on_exited(self, exited: msg.NodeExited, now_ns: int) -> None:
         node = NodeId(exited.node)
+        if self._may_go(node):
+            self._lose_agent(node, exited.text or f"{node} ended with status {exited.code}")
+            return
         if node in self.nodes:
             self.nodes[node].gone = True
         if exited.code == 0 and role_of(node) == "worker":
@@ -358,6 +416,8 @@ class LeaderRole:
                        now_ns)  # fmt: skip
         elif kind == "register":
             self._on_register_deadline(rest, now_ns)
+        elif kind == "lost" and not self.nodes[NodeId(rest)].gone and self._may_go(NodeId(rest)):
+            self._lose_agent(NodeId(rest), f"{rest} closed its control stream")
         elif kind == "lost" and not self.nodes[NodeId(rest)].gone:
             self._fail("JobFailed", f"{rest} on host {self.nodes[NodeId(rest)].join.host} closed its "
                        "control stream without leaving; look at its log", now_ns)  # fmt: skip
@@ -387,6 +447,9 @@ class LeaderRole:
             silent_ns = now_ns - member.seen_ns
             if role_of(node) == "agent" or member.gone or node == dispatcher_id(0):
                 continue
+            if silent_ns > limit_ns and self._may_go(node):
+                self._lose_agent(node, f"{node} has not been heard of for {silent_ns / 1e9:.1f} s")
+                break
             if silent_ns > limit_ns:
                 self._fail("JobFailed", f"{node} on host {member.join.host} has not been heard of for "
                            f"{silent_ns / 1e9:.1f} s (limit {limit_ns / 1e9:.0f} s)", now_ns)  # fmt: skip
@@ -421,35 +484,17 @@ class LeaderRole:
 
     # ------------------------------------------------------------- checkpoints
 
-    def _on_checkpoint(
-        self, source: NodeId, message: msg.CheckpointInfo | msg.Saved | msg.SaveFailed
-    ) -> None:
-        save = self._saves.get(message.checkpoint)
-        if isinstance(message, msg.CheckpointInfo):
-            if save is None:
-                self._saves[message.checkpoint] = Save(message, {})
-            return
-        if save is None or save.failed:
-            return
-        if isinstance(message, msg.SaveFailed):
-            save.failed = message.text
-            self._checkpoint_done(save, "", f"{message.node}: {message.text}")
-            return
-        save.parts[message.node] = message
-        if len(save.parts) == self.config.servers:
-            plans = tuple(p for (g, _), p in sorted(self.plans.items()) if g == save.info.group)
-            parts = tuple(save.parts[str(n)] for n in self._of_role("server"))
-            self._out.append(fx.WriteManifest(save.info, plans, parts))
+    def _on_checkpoint(self, message: msg.CheckpointInfo | msg.Saved | msg.SaveFailed) -> None:
+        plans = tuple(p for _, p in sorted(self.plans.items()))
+        answer = self._saves.note(message, plans)
+        if isinstance(answer, fx.WriteManifest):
+            self._out.append(answer)
+        else:
+            self._checkpoint_done(answer)
 
-    def _on_manifest(self, event: ev.ManifestWritten) -> None:
-        save = self._saves.get(event.checkpoint)
-        if save is not None:
-            self._checkpoint_done(save, event.path, event.error)
-
-    def _checkpoint_done(self, save: Save, path: str, error: str) -> None:
-        del self._saves[save.info.checkpoint]
-        done = msg.CheckpointDone(checkpoint=save.info.checkpoint, path=path, step=save.info.step,
-                                  error=error)  # fmt: skip
+    def _checkpoint_done(self, done: msg.CheckpointDone | None) -> None:
+        if done is None:
+            return
         for node in [*self._of_role("worker")[:1], *self._of_agents()]:
             if not self.nodes[node].gone:
                 self._send(node, done)

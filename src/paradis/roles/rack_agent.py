@@ -33,6 +33,7 @@ class RackAgentRole(Receiver):
         self._boxes: dict[tuple[str, int], Outbox] = {}
         self._up: dict[str, None] = {}
         self._acked: dict[int, None] = {}
+        self._over: dict[int, int] = {}
         self._armed = False
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
@@ -45,6 +46,7 @@ class RackAgentRole(Receiver):
                 self._on_data(event, now_ns)
             case ev.Reduced():
                 self.on_reduced(event)
+                self._after_sum(event.shard)
                 self._arm(now_ns)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -83,16 +85,20 @@ class RackAgentRole(Receiver):
             for group in self.groups.values():
                 for shard in list(group.shards.values()):
                     self.advance(group, shard)
+            self._heal("")
 
     def _on_plan(self, plan: msg.Plan) -> None:
-        self.adopt_plan(plan, [s for s in plan.shards if not s.is_buffer and s.length])
+        if self.adopt_plan(plan, [s for s in plan.shards if not s.is_buffer and s.length]):
+            group = self.groups[plan.group]
+            for shard in group.shards.values():
+                self._next_version(group, shard, plan.step)
         self._send(
             "dispatcher-0",
             msg.PlanReady(generation=plan.generation, group=plan.group, part=plan.part),
         )
-        for (_, index), box in self._boxes.items():
+        for (server, index), box in self._boxes.items():
             if index == plan.group:
-                self._begin_box(self.groups[index], box, _)
+                self._begin_box(self.groups[index], box, server, keep_lane=True)
 
     def _ranks(self) -> tuple[int, ...]:
         assert self.view is not None
@@ -131,19 +137,24 @@ class RackAgentRole(Receiver):
         if group is not None and message.step > group.step and self.view is not None:
             if message.generation == self.view.generation:
                 for shard in group.shards.values():
-                    if shard.version < message.step and not shard.collection.summing:
-                        self._next_version(group, shard, message.step)
+                    self._next_version(group, shard, message.step)
                 self._maybe_next(group)
 
     def _on_commit(self, source: NodeId, message: msg.Commit | msg.NormRequest) -> None:
         group = self.groups.get(message.group)
         if group is None or message.step != group.step:
             return
-        table = group.commits if isinstance(message, msg.Commit) else group.norms
-        if message.worker in table:
+        if isinstance(message, msg.NormRequest):
+            known = group.norms.get(message.worker)
+            news = known is None or message.sequence > known.sequence
+            if news:
+                group.norms[message.worker] = message
+        else:
+            news = message.worker not in group.commits
+            group.commits.setdefault(message.worker, message.commit)
+        if not news:
             self.tell_state(source, message.worker, group)
             return
-        table[message.worker] = message.commit
         for shard in list(group.shards.values()):
             self.advance(group, shard)
 
@@ -153,18 +164,21 @@ class RackAgentRole(Receiver):
             return
         members = self.members(group)
         ranks = tuple(r for r in self._ranks() if r in members)
-        expected = self.sum_if_complete(group, shard, (ranks,), 1)
+        expected = self.sum_if_complete(group, shard, (ranks,) if ranks else (), 1)
+        if shard.version != group.step:
+            return  # ahead of the others: its outbox begins with the next step
         box = self._box(group, shard)
         if ranks and all(expected.get(r, 0) is None for r in ranks):
             box.settle(shard.plan.shard)
+        if shard.collection.summed is None:
+            box.lane_drop(shard.plan.shard)  # what is under way is void and must not hold others up
         if shard.collection.summed is not None and shard.sent != shard.collection.summed:
-            first = shard.sent is None
             shard.sent = dict(shard.collection.summed)
             self._acked.pop(shard.plan.shard, None)
-            if first:
-                box.ready(shard.plan.shard)
-            else:
+            if box.settled(shard.plan.shard):
                 box.lane_add(shard.plan.shard)
+            else:
+                box.ready(shard.plan.shard)
         self._pump(shard.plan.server, group, box)
 
     def _box(self, group: HeldGroup, shard: HeldShard) -> Outbox:
@@ -176,30 +190,41 @@ class RackAgentRole(Receiver):
             self._begin_box(group, self._boxes[key], server)
         return self._boxes[key]
 
-    def _begin_box(self, group: HeldGroup, box: Outbox, server: str) -> None:
+    def _begin_box(
+        self, group: HeldGroup, box: Outbox, server: str, *, keep_lane: bool = False
+    ) -> None:
         shards = [s for s in group.shards.values() if s.plan.server == server]
         shards.sort(key=lambda s: (s.plan.priority, s.plan.shard))
-        box.begin({s.plan.shard: s.nbytes for s in shards})
+        box.grow(max((s.nbytes for s in shards), default=0))
+        box.begin({s.plan.shard: s.nbytes for s in shards}, keep_lane=keep_lane)
+        for shard in shards:
+            if shard.sent is not None and shard.version == group.step:
+                box.settle(shard.plan.shard)
+                if shard.plan.shard not in box.holding and self._unacked(shard):
+                    box.lane_add(shard.plan.shard)
 
     def _pump(self, server: str, group: HeldGroup, box: Outbox) -> None:
         if server not in self._up:
             return
-        while (shard_id := box.lane_next()) is not None:
-            if not self._push(group, group.shards[shard_id]):
-                box.lane_done(shard_id)
+        while (entry := box.lane_next()) is not None:
+            if not self._push(group, group.shards[entry[0]]):
+                box.lane_done(entry[0])
         while (shard_id := box.next_push()) is not None:
             if not self._push(group, group.shards[shard_id]):
                 box.returned(shard_id)
 
     def _push(self, group: HeldGroup, shard: HeldShard) -> bool:
-        """Send the sum that is held; False if it was thrown away meanwhile."""
+        """Send the sum that is held; False if it was thrown away meanwhile.
+
+        Its revision is the number of the sum, so that an answer to an earlier sum is known.
+        """
         if shard.collection.summed is None or self.view is None:
             return False
-        included = tuple(shard.collection.summed.items())
         push = msg.RackPush(
             generation=self.view.generation, group=group.index, shard=shard.plan.shard,
             step=shard.version, version=shard.version, worker=self.index,
-            incarnation=self.incarnation, revision=max(v for _, v in included), included=included,
+            incarnation=self.incarnation, revision=shard.ticket,
+            included=tuple(shard.collection.summed.items()),
         )  # fmt: skip
         self._send(shard.plan.server, push, fx.Sum(shard.plan.shard))
         return True
@@ -210,10 +235,10 @@ class RackAgentRole(Receiver):
         if found is None or box is None or ack.step != found[1].version:
             return
         group, shard = found
-        summed = shard.collection.summed
-        if summed is not None and ack.revision == max(summed.values()):
+        if shard.collection.summed is not None and ack.revision == shard.ticket:
             self._acked[ack.shard] = None
-            box.lane_done(ack.shard)
+            if ack.credit:
+                box.lane_done(ack.shard)
         if ack.credit:
             box.returned(ack.shard)
         self._pump(source, group, box)
@@ -233,7 +258,7 @@ class RackAgentRole(Receiver):
         box = self._boxes.get((source, stale.group))
         if box is not None:
             box.returned(stale.shard)
-            box.lane_done(stale.shard)  # sent again when the timer finds it unacknowledged
+            box.lane_done(stale.shard)  # sent again with the next view, or by the timer
 
     # ---------------------------------------------------------------- updates
 
@@ -245,14 +270,21 @@ class RackAgentRole(Receiver):
             return
         group, shard = found
         payload = fx.Lease(event.lease) if event.lease else None
+        members = self.members(group)
         for rank in self._ranks():
-            self._send(worker_id(rank), update, payload)
+            if rank in members:
+                self._send(worker_id(rank), update, payload)
         self._drop(event)
-        if update.version > shard.version and not shard.collection.summing:
-            self._next_version(group, shard, update.version)
-            self._maybe_next(group)
+        self._next_version(group, shard, update.version)
+        self._maybe_next(group)
 
     def _next_version(self, group: HeldGroup, shard: HeldShard, version: int) -> None:
+        """The shard has this version: forget the step, once no sum is being made."""
+        if version <= shard.version:
+            return
+        if shard.collection.summing:
+            self._over[shard.plan.shard] = max(version, self._over.get(shard.plan.shard, 0))
+            return
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version = version
@@ -262,14 +294,26 @@ class RackAgentRole(Receiver):
         if box is not None:
             box.settle(shard.plan.shard)
             box.returned(shard.plan.shard)
-            box.lane_done(shard.plan.shard)
+            box.lane_drop(shard.plan.shard)
+
+    def _after_sum(self, shard_id: int) -> None:
+        """A sum is made whose step may be over."""
+        version = self._over.pop(shard_id, None)
+        if version is not None:
+            group, shard = self._by_shard[shard_id]
+            self._next_version(group, shard, version)
+            self._maybe_next(group)
 
     def _maybe_next(self, group: HeldGroup) -> None:
-        if all(s.version > group.step for s in group.shards.values()):
-            group.next_step(group.step + 1)
-            for (server, index), box in self._boxes.items():
-                if index == group.index:
-                    self._begin_box(group, box, server)
+        step = min((s.version for s in group.shards.values()), default=group.step)
+        if step <= group.step:
+            return
+        group.next_step(step)
+        for (server, index), box in self._boxes.items():
+            if index == group.index:
+                self._begin_box(group, box, server)
+        for shard in list(group.shards.values()):
+            self.advance(group, shard)
 
     # ------------------------------------------------------------------ links
 
@@ -279,19 +323,28 @@ class RackAgentRole(Receiver):
             if peer not in ("", server):
                 continue
             group = self.groups[index]
-            lane, box.in_lane = box.in_lane, None
-            if lane is not None:
-                box.lane_add(lane)
             for shard in group.shards.values():
-                if shard.plan.server == server and self._unacked(shard):
+                if shard.plan.server != server or shard.version != group.step:
+                    continue
+                if self._unacked(shard):
                     if peer:
                         box.returned(shard.plan.shard)
-                    if shard.plan.shard in box.holding or peer:
+                    if box.settled(shard.plan.shard):
+                        box.lane_drop(shard.plan.shard)
                         box.lane_add(shard.plan.shard)
+            if not peer:
+                self._probe(group, box)
             self._pump(server, group, box)
 
+    def _probe(self, group: HeldGroup, box: Outbox) -> None:
+        """Credit may have been lost with a link: push again what holds it, the server answers."""
+        held = [s for s in box.holding if s in self._acked]
+        if box.blocked and held:
+            self._push(group, group.shards[held[0]])
+
     def _unacked(self, shard: HeldShard) -> bool:
-        return shard.sent is not None and shard.plan.shard not in self._acked
+        summed = shard.collection.summed is not None
+        return shard.sent is not None and summed and shard.plan.shard not in self._acked
 
     def _on_peer_lost(self, event: ev.PeerLost) -> None:
         self._up.pop(event.peer, None)
@@ -301,6 +354,9 @@ class RackAgentRole(Receiver):
             self._out.append(fx.Connect({event.peer: self.view.addresses[event.peer]}))
 
     def _arm(self, now_ns: int) -> None:
-        if not self._armed and any(self._unacked(s) for _, s in self._by_shard.values()):
+        if self._armed:
+            return
+        unacked = any(self._unacked(s) for _, s in self._by_shard.values())
+        if unacked or any(box.blocked for box in self._boxes.values()):
             self._armed = True
             self._out.append(fx.SetTimer("retry", now_ns + self.retry_ns))

@@ -22,12 +22,13 @@ class HeldShard:
     Attributes:
         version: number of applied updates; pushes of step == version are collected.
         ticket: number of the sum being made, so that a late result of a dropped one is known.
+        members: the ranks that the last sum was over, absent ones included.
         non_finite: first NaN or infinite element of the held sum, -1 if none.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "non_finite", "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent")  # fmt: skip
+                 "sent", "members")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -42,6 +43,7 @@ class HeldShard:
         self.assigning: tuple[NodeId, msg.Assign] | None = None
         self.assign_step = -1
         self.sent: dict[int, int] | None = None
+        self.members: tuple[int, ...] = ()
 
     @property
     def passive(self) -> bool:
@@ -64,10 +66,15 @@ class HeldGroup:
 
     Attributes:
         step: the step in progress; commits and norm requests are of this step.
+        norms: rank -> its latest norm request of the step.
+        squares: round of norm requests -> the answer; the last one only.
+        skipped: the last step that was skipped, -1 if none.
+        copied: the checkpoint whose copy is complete.
     """
 
-    __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measured",
-                 "optimizer", "verdict", "options", "since_ns", "copying")  # fmt: skip
+    __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
+                 "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
+                 "skipped")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -75,14 +82,16 @@ class HeldGroup:
         self.parts = 0
         self.shards: dict[int, HeldShard] = {}
         self.commits: dict[int, msg.StepCommit] = {}
-        self.norms: dict[int, msg.StepCommit] = {}
+        self.norms: dict[int, msg.NormRequest] = {}
         self.specs: list[msg.ParameterSpec] = []
         self.optimizer = ""
         self.options: list[msg.Options] = []
         self.verdict = ""
-        self.measured = False
+        self.measuring = 0
+        self.squares: dict[int, dict[int, float]] = {}
         self.since_ns = 0
-        self.copying = ""
+        self.copying = self.copied = ""
+        self.skipped = -1
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -98,7 +107,15 @@ class HeldGroup:
         self.commits = {}
         self.norms = {}
         self.verdict = ""
-        self.measured = False
+        self.measuring = 0
+        self.squares = {}
+
+    def said(self, rank: int) -> msg.StepCommit | None:
+        """Return what the rank last said that counts, by a commit or a norm request."""
+        commit = self.commits.get(rank)
+        if commit is None and rank in self.norms:
+            return self.norms[rank].commit
+        return commit
 
 
 class Receiver:
@@ -158,7 +175,7 @@ class Receiver:
             r: None for g in self.view.tree for r in g if r not in members
         }
         for rank in members:
-            commit = group.commits.get(rank) or group.norms.get(rank)
+            commit = group.said(rank)
             if commit is None:
                 continue
             present = shard.present_in(commit)
@@ -180,30 +197,35 @@ class Receiver:
             self._drop(event)  # not placed (unknown shard or no memory): the sender tries again
             return
         group, shard = found
-        if push.step < shard.version:
+        if push.step < shard.version or (shard.applying and push.step == shard.version):
             self._drop(event)
             self._ack(event.source, push, credit=shard.nbytes)
-            return
-        if push.step > shard.version:
+        elif push.step > shard.version:
             self._drop(event)
-            return
+        else:
+            self._collect(event, push, group, shard)
+
+    def _collect(
+        self, event: ev.Received, push: msg.Push | msg.RackPush, group: HeldGroup, shard: HeldShard
+    ) -> None:
+        """Take in a push of the step that the shard collects for."""
         if isinstance(push, msg.Push):
             ranks, rack = {push.worker: push.revision}, -1
         else:
             ranks, rack = dict(push.included), push.worker
         added = shard.collection.add(
-            ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, rack_of=self.rack_of()
-        )
+            ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, tag=push.revision,
+            rack_of=self.rack_of() if self._serves_racks else None,
+        )  # fmt: skip
         self._release_all(group, shard, added.dropped)
+        ledger = self._ledger(event.source, group)
         if added.outcome in ("duplicate", "refused"):
             self._drop(event)
-            if added.outcome == "duplicate":
-                owed = self._ledger(event.source, group).owes(push.shard)
-                self._ack(event.source, push, credit=0 if owed else shard.nbytes)
+            self._ack(event.source, push, credit=0 if ledger.owes(push.shard) else shard.nbytes)
         else:
             if added.outcome == "void" and not shard.collection.summing:
                 self._out.append(fx.ReleaseSum(push.shard))
-            now = self._ledger(event.source, group).on_stored(push.shard, shard.nbytes)
+            now = ledger.on_stored(push.shard, shard.nbytes)
             self._ack(event.source, push, credit=shard.nbytes if now else 0)
         self._ask(group, shard, added.ask)
         self.advance(group, shard)
@@ -224,9 +246,11 @@ class Receiver:
     def _ledger(self, source: NodeId, group: HeldGroup) -> Ledger:
         key = (source, group.index)
         if key not in self._ledgers:
-            largest = max(s.nbytes for s in group.shards.values())
-            self._ledgers[key] = Ledger(quota=max(self.quota_bytes, 2 * largest))
+            self._ledgers[key] = Ledger(quota=self._quota(group))
         return self._ledgers[key]
+
+    def _quota(self, group: HeldGroup) -> int:
+        return max(self.quota_bytes, *(2 * s.nbytes for s in group.shards.values()), 0)
 
     def _ack(self, target: NodeId, push: msg.DataMessage, *, credit: int) -> None:
         ack = msg.PushAck(
@@ -249,10 +273,9 @@ class Receiver:
             pusher = self._pusher(contribution)
             ledger = self._ledger(pusher, group)
             if ledger.on_released(shard.plan.shard, contribution.nbytes):
-                revision = max(contribution.ranks.values())
                 self._send(pusher, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
-                    shard=shard.plan.shard, step=shard.version, revision=revision,
+                    shard=shard.plan.shard, step=shard.version, revision=contribution.tag,
                     credit=contribution.nbytes,
                 ))  # fmt: skip
 
@@ -291,18 +314,22 @@ class Receiver:
         """
         expected = self.expected(group, shard)
         collection = shard.collection
+        tree = tuple(tree)
+        members = tuple(r for g in tree for r in g)
         self._release_all(group, shard, collection.drop_wrong(expected))
-        ask = collection.void_sum(expected)
+        ask = collection.void_sum(expected, members)
+        if ask is None and collection.summed is not None and shard.members != members:
+            ask = [r for r in collection.summed if r in members]
+            collection.summed = None  # its divisor counts somebody who has left
         if ask is not None:
             self._out.append(fx.ReleaseSum(shard.plan.shard))
             self._ask(group, shard, ask)
         absent = [r for r, v in expected.items() if v is None]
-        tree = tuple(tree)
         sources = collection.plan_sum(tree, absent)
         if sources is not None:
-            members = [r for g in tree for r in g]
             missing = any(r in absent for r in members)
             collection.start_sum()
+            shard.members = members
             shard.ticket += 1
             self._out.append(fx.Reduce(
                 shard.plan.shard, shard.ticket, sources, divisor, missing, self.check_finite
@@ -322,6 +349,11 @@ class Receiver:
             self._ask(group, shard, ask)
         self.advance(group, shard)
 
+    def size_of(self, shard_id: int) -> int:
+        """Return the bytes a push of this shard must have, -1 for a shard that is not held."""
+        found = self._by_shard.get(shard_id)
+        return -1 if found is None else found[1].nbytes
+
     def collecting(self, shard_id: int) -> bool:
         """Whether the shard's accumulator is spoken for (asked by the driver before a receive)."""
         found = self._by_shard.get(shard_id)
@@ -331,15 +363,21 @@ class Receiver:
 
     def tell_state(self, source: NodeId, rank: int, group: HeldGroup) -> None:
         """A commit came twice: repeat the answers that may have been lost, by shard."""
+        commit = group.said(rank)
         for shard in group.shards.values():
+            if shard.version != group.step or shard.passive or commit is None:
+                continue
             counted = shard.collection.revision_of(rank)
-            if counted is not None and shard.version == group.step:
+            if counted is not None:
                 owed = self._ledger(source, group).owes(shard.plan.shard)
                 self._send(source, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
                     shard=shard.plan.shard, step=shard.version, revision=counted,
                     credit=0 if owed else shard.nbytes,
                 ))  # fmt: skip
+            wanted = commit.revisions.get(shard.plan.shard, 0)
+            if shard.present_in(commit) and counted != wanted:
+                self._ask(group, shard, [rank])
 
     def adopt_view(self, view: msg.View) -> bool:
         """Take a newer view over; return whether it was newer."""
@@ -363,6 +401,9 @@ class Receiver:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard
             self._by_shard[shard_plan.shard] = (group, shard)
+        for (_, index), ledger in self._ledgers.items():
+            if index == plan.group:
+                ledger.quota = self._quota(group)
         self._out.append(fx.OpenPlan(plan, mine))
         return True
 
@@ -383,6 +424,6 @@ class Receiver:
         """Assert the invariants; called after every event in tests and simulation."""
         for group, shard in self._by_shard.values():
             shard.collection.check()
-            assert shard.version in (group.step, group.step + 1), (shard.version, group.step)
+            assert shard.version >= group.step, (shard.version, group.step)
         for ledger in self._ledgers.values():
             ledger.check()

@@ -38,7 +38,6 @@ class ServerRole(Receiver):
         super().__init__(node, quota_bytes=quota_bytes, check_finite=check_finite)
         self.warning_ns = warning_ns
         self.timeout_ns = timeout_ns
-        self._pending_ready: msg.PlanReady | None = None
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
@@ -126,18 +125,27 @@ class ServerRole(Receiver):
         group = self.groups.get(message.group)
         if group is None or message.step != group.step:
             return  # an older step is answered by pulls, a newer one cannot be
-        table = group.commits if isinstance(message, msg.Commit) else group.norms
-        if message.worker in table:
-            self.tell_state(source, message.worker, group)
-            if isinstance(message, msg.NormRequest):
-                group.measured = False
-                self._measure(group)
-            return
         if not group.commits and not group.norms:
             group.since_ns = now_ns
             self._out.append(fx.SetTimer(f"sync:{group.index}", now_ns + self.warning_ns))
-        table[message.worker] = message.commit
-        self._consider(group)
+        if isinstance(message, msg.NormRequest):
+            self._on_norm_request(source, message, group)
+        elif message.worker in group.commits:
+            self.tell_state(source, message.worker, group)
+        else:
+            group.commits[message.worker] = message.commit
+            self._consider(group)
+
+    def _on_norm_request(self, source: NodeId, message: msg.NormRequest, group: HeldGroup) -> None:
+        """Note a norm request; a repeated one gets the very answer that the others got."""
+        known = group.norms.get(message.worker)
+        if known is None or message.sequence > known.sequence:
+            group.norms[message.worker] = message
+            self._consider(group)
+        elif message.sequence in group.squares:
+            self._send_norms(source, group, message.sequence)
+        elif message.sequence == known.sequence:
+            self.tell_state(source, message.worker, group)
 
     def _consider(self, group: HeldGroup) -> None:
         """Commits or members changed: judge the step when all are in, then go on with each shard."""
@@ -157,6 +165,8 @@ class ServerRole(Receiver):
             self._refuse(group, "WorkersDisagree", refusal)
             return
         group.verdict = "skip" if any(c.found_inf for c in commits.values()) else "apply"
+        if group.verdict == "skip":
+            group.skipped = group.step
         group.options = commits[members[0]].options
 
     def _refuse(self, group: HeldGroup, error: str, text: str) -> None:
@@ -180,10 +190,8 @@ class ServerRole(Receiver):
             return
         commit = group.commits[members[0]]
         if group.verdict == "skip" or all(v is None for v in expected.values()):
-            if group.verdict == "apply" and not self._assign_first(group, shard, commit):
-                return
-            changed = shard.plan.shard in commit.changed and group.verdict == "apply"
-            self._finish(group, shard, unchanged=not changed)
+            if self._assign_first(group, shard, commit):
+                self._finish(group, shard, unchanged=shard.plan.shard not in commit.changed)
             return
         if not shard.collection.is_good(expected):
             return
@@ -212,7 +220,12 @@ class ServerRole(Receiver):
         self._finish(group, shard, unchanged=False)
 
     def _finish(self, group: HeldGroup, shard: HeldShard, *, unchanged: bool) -> None:
-        """The shard has its next version: free the sum, send the update."""
+        """The shard has its next version: free the sum, send the update.
+
+        A rack whose workers pushed directly may have lost its agent: they get the update directly,
+        and the agent, if it lives, learns that the step is over.
+        """
+        direct = dict(shard.collection.direct)
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
@@ -223,7 +236,7 @@ class ServerRole(Receiver):
             agent = rack_of.get(rank, -1)
             if agent >= 0:
                 agents[f"dispatcher-{agent}"] = None
-            else:
+            if agent < 0 or agent in direct:
                 self._send_update(worker_id(rank), group, shard, unchanged=unchanged)
         for agent_name in agents:
             self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
@@ -255,13 +268,10 @@ class ServerRole(Receiver):
             return  # the update comes by itself, or the worker asks again
         update = msg.Update(
             generation=self.view.generation if self.view else 0, group=group.index,
-            shard=pull.shard, step=pull.step, version=shard.version,
-            found_inf=self._skipped(group, shard, pull.version),
+            shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
+            found_inf=group.skipped == shard.version - 1,
         )  # fmt: skip
         self._send(source, update, fx.Sections(group.index, pull.shard))
-
-    def _skipped(self, group: HeldGroup, shard: HeldShard, version: int) -> bool:
-        return group.verdict == "skip" and shard.version == version == group.step + 1
 
     # ------------------------------------------------------------------ values
 
@@ -313,7 +323,7 @@ class ServerRole(Receiver):
             return
         state = msg.State(
             generation=self.view.generation if self.view else 0, group=pull.group,
-            shard=pull.shard, step=pull.step, version=found[1].version,
+            shard=pull.shard, step=pull.step, version=found[1].version, sequence=pull.sequence,
         )  # fmt: skip
         self._send(source, state, fx.Sections(pull.group, pull.shard, ("*",)))
 
@@ -321,9 +331,13 @@ class ServerRole(Receiver):
 
     def _measure(self, group: HeldGroup) -> None:
         """Answer norm requests when all have asked and every sum is made of what they named."""
-        if group.measured or not group.norms or self.view is None:
+        if not group.norms or group.commits or self.view is None:
             return
         if not self.everybody(group, group.norms):
+            return
+        rounds = {group.norms[r].sequence for r in self.members(group)}
+        number = max(rounds)
+        if len(rounds) > 1 or group.measuring == number:
             return
         ready = []
         for shard in group.shards.values():
@@ -335,16 +349,20 @@ class ServerRole(Receiver):
             if shard.collection.summing or not shard.collection.is_good(expected):
                 return
             ready.append(shard.plan.shard)
-        group.measured = True
+        group.measuring = number
         self._out.append(fx.Measure(group.index, group.step, tuple(ready)))
 
     def _on_measured(self, event: ev.Measured) -> None:
         group = self.groups[event.group]
-        if event.step != group.step:
+        if event.step != group.step or not group.measuring:
             return
+        group.squares = {group.measuring: event.squares}
         for rank in self.members(group):
-            self._send(worker_id(rank), msg.Norms(group=group.index, step=group.step,
-                                                  squares=event.squares))  # fmt: skip
+            self._send_norms(worker_id(rank), group, group.measuring)
+
+    def _send_norms(self, target: NodeId, group: HeldGroup, number: int) -> None:
+        self._send(target, msg.Norms(group=group.index, step=group.step, sequence=number,
+                                     squares=group.squares[number]))  # fmt: skip
 
     def on_reduced(self, event: ev.Reduced) -> None:
         """A sum is ready; norm requests may have waited for it."""
@@ -358,13 +376,16 @@ class ServerRole(Receiver):
         if group is None or group.step != snapshot.version:
             return
         if group.copying == snapshot.checkpoint:
-            self._send_snapshot_ack(group, snapshot.checkpoint)
+            if group.copied == snapshot.checkpoint:
+                self._send_snapshot_ack(group, snapshot.checkpoint)
             return
         group.copying = snapshot.checkpoint
         self._out.append(fx.Copy(group.index, snapshot.checkpoint, group.step))
 
     def _on_copied(self, event: ev.Copied) -> None:
-        self._send_snapshot_ack(self.groups[event.group], event.checkpoint)
+        group = self.groups[event.group]
+        group.copied = event.checkpoint
+        self._send_snapshot_ack(group, event.checkpoint)
 
     def _send_snapshot_ack(self, group: HeldGroup, checkpoint: str) -> None:
         self._send(worker_id(0), msg.SnapshotAck(group=group.index, step=group.step,

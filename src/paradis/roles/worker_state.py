@@ -12,6 +12,10 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64
                  "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
 
 
+Assignment = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]]
+"""Keys, dtypes and scalars of values to send to the server."""
+
+
 def shard_bytes(plan: ShardPlan) -> int:
     """Return the bytes of a shard's value."""
     return plan.length * ELEMENT_BYTES[plan.dtype]
@@ -42,24 +46,23 @@ class Shard:
         acked: the receiver holds the present revision.
         void: the receiver's copy was dropped; push again when ``step()`` is called.
         stale: the receiver is in a newer generation; push again when we are, too.
+        detour: goes through the lane in this step, for the window has passed its place.
         assign: values to send to the server: keys, dtypes, scalars.
     """
 
-    __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "revision",
-                 "present", "assign", "nbytes")  # fmt: skip
+    __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
+                 "revision", "present", "assign", "nbytes")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
         self.target = target
         self.nbytes = shard_bytes(plan)
-        self.assign: tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]] | None
-        self.assign = None
-        self.revision = 0
+        self.assign: Assignment | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the step that ended."""
-        self.ready = self.sent = self.acked = self.void = self.stale = False
+        self.ready = self.sent = self.acked = self.void = self.stale = self.detour = False
         self.present = False
         self.revision = 0
 
@@ -83,6 +86,8 @@ class Group:
         closed: ``step()`` (or a norm) was asked and is not answered.
         committed: the present ``closed`` is a commit.
         waiting: shards whose update (or pulled value) has not arrived.
+        pull_round: number of the last request for values, so that an earlier answer is known;
+            likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
     """
 
@@ -94,6 +99,9 @@ class Group:
     commit: StepCommit | None = None
     found_inf: bool = False
     assign_count: int = 0
+    norm_round: int = 0
+    pull_round: int = 0
+    state_round: int = 0
     snapshot: CheckpointInfo | None = None
     shards: dict[int, Shard] = field(default_factory=dict)
     waiting: dict[int, None] = field(default_factory=dict)

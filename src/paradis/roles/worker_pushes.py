@@ -1,0 +1,296 @@
+"""The worker's way up: which gradient goes where and when, and what is sent again.
+
+Invariants:
+* a shard goes through the window once a step, in admission order; whatever comes after that
+  (a revision, a resend, a change of route) goes through the lane;
+* before ``step()`` a shard that was sent is not sent again, for its bytes may have moved on: it is
+  marked void and pushed again when ``step()`` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paradis.core.flow import ASSIGN, PUSH, Outbox
+from paradis.ids import LEADER, NodeId, worker_id
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles.worker_state import Group, Shard, WorkerConfig, commit_with_revisions
+from paradis.wire import messages as msg
+
+
+class WorkerPushes:
+    """Pushes and commits of one worker; `paradis.roles.worker.WorkerRole` is the whole role.
+
+    Args:
+        config: rank and the settings that bound and time it.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.node = worker_id(config.rank)
+        self.incarnation = 0
+        self.view: msg.View | None = None
+        self.groups: dict[int, Group] = {}
+        self._boxes: dict[tuple[str, int], Outbox] = {}
+        self._up: dict[str, None] = {}
+        self._lost_agents: dict[str, None] = {}
+        self._out: list[fx.Effect] = []
+
+    # --------------------------------------------------------- subclass duties
+
+    def _send_assign(self, group: Group, shard: Shard) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _queue_changed(self, group: Group) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _finish(self, group: Group) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    # ------------------------------------------------------------------ routes
+
+    def _agent(self) -> str:
+        """Return the rack agent that this worker goes through, or an empty name."""
+        if self.view is not None:
+            for agent, ranks in self.view.racks.values():
+                if self.config.rank in ranks and agent not in self._lost_agents:
+                    return agent
+        return ""
+
+    def _reroute(self) -> None:
+        """Leave out an agent that is no longer ours."""
+        agent = self._agent()
+        for group in self.groups.values():
+            for shard in group.ordered():
+                if shard.target not in (shard.server, agent):
+                    self._go_direct(group, shard)
+
+    def _go_direct(self, group: Group, shard: Shard) -> None:
+        """Leave the rack agent out for this shard, from now on."""
+        if shard.target == shard.server:
+            return
+        old = self._boxes.get((shard.target, group.index))
+        if old is not None:
+            old.settle(shard.plan.shard)
+            old.returned(shard.plan.shard)
+            old.lane_drop(shard.plan.shard)
+        shard.target = shard.server
+        shard.acked = False
+        shard.detour = True
+        if not shard.trainable:
+            return
+        box = self._begin(group, shard.server)
+        if shard.sent:
+            self._push_again(group, shard)
+        elif shard.ready:
+            box.lane_add(shard.plan.shard)
+
+    # ------------------------------------------------------------------ window
+
+    def _begin(self, group: Group, target: str) -> Outbox:
+        """Return the outbox to a receiver, started for the group's present step and parts."""
+        key = (target, group.index)
+        box = self._boxes.get(key)
+        if box is None:
+            box = self._boxes[key] = Outbox(quota=self.config.quota_bytes, reserve=0)
+        begun = group.started.get(target)
+        if begun != (group.step, group.parts):
+            group.started[target] = (group.step, group.parts)
+            box.grow(max((s.nbytes for s in group.shards.values()), default=0))
+            shards = [s for s in group.ordered() if s.target == target and s.trainable]
+            same = begun is not None and begun[0] == group.step
+            box.begin({s.plan.shard: s.nbytes for s in shards}, keep_lane=same)
+            for shard in shards:
+                absent = group.closed and not shard.present
+                if shard.sent or shard.detour or absent:
+                    box.settle(shard.plan.shard)
+                elif shard.ready:
+                    box.ready(shard.plan.shard)
+        return box
+
+    def _on_ready(self, index: int, shard_id: int) -> None:
+        group = self.groups[index]
+        shard = group.shards[shard_id]
+        if shard.ready or not shard.trainable:
+            return
+        self._make_ready(group, shard)
+        self._pump_box(group, shard.target, self._begin(group, shard.target))
+
+    def _make_ready(self, group: Group, shard: Shard) -> None:
+        """The gradient exists: queue it in the window, or in the lane if its place has passed."""
+        box = self._begin(group, shard.target)
+        shard.ready = True
+        if shard.detour or box.settled(shard.plan.shard):
+            shard.detour = True
+            box.lane_add(shard.plan.shard)
+        else:
+            box.ready(shard.plan.shard)
+
+    # ----------------------------------------------------------- step and norm
+
+    def _close(self, event: ev.StepClosed | ev.NormAsked, *, commit: bool) -> None:
+        group = self.groups[event.group]
+        present = dict.fromkeys(event.present)
+        revised = dict.fromkeys(event.revised)
+        group.closed = True
+        for shard in group.ordered():
+            if shard.trainable:
+                self._close_shard(group, shard, present, revised)
+        group.commit = commit_with_revisions(event.commit, group)
+        group.committed = commit
+        if commit:
+            group.waiting = {s.plan.shard: None for s in group.shards.values() if s.trainable}
+            group.found_inf = False
+        else:
+            group.squares = {}
+            group.norm_round += 1
+            group.norm_from = dict.fromkeys(s.server for s in group.shards.values() if s.trainable)
+        self._send_commit(group)
+        if commit and group.commit.changed:
+            self._queue_changed(group)
+        self._pump(group)
+        if commit and not group.waiting:
+            self._finish(group)
+        elif not commit and not group.norm_from:
+            self._out.append(fx.Complete(group.index, "norm", group.step))
+
+    def _close_shard(
+        self, group: Group, shard: Shard, present: Mapping[int, None], revised: Mapping[int, None]
+    ) -> None:
+        shard_id = shard.plan.shard
+        shard.present = shard_id in present
+        if not shard.present:
+            box = self._begin(group, shard.target)
+            box.settle(shard_id)
+            box.lane_drop(shard_id)
+            return
+        if shard_id in revised:
+            shard.revision += 1
+            shard.acked = False
+        if shard.sent and (shard_id in revised or shard.void):
+            self._push_again(group, shard)
+        elif not shard.ready:
+            self._make_ready(group, shard)
+        elif not shard.sent and self._begin(group, shard.target).settled(shard_id):
+            shard.detour = True  # absent at an earlier closing of this step, present again
+            self._begin(group, shard.target).lane_add(shard_id)
+        shard.void = False
+
+    def _push_again(self, group: Group, shard: Shard) -> None:
+        """Send the shard's gradient again: now if ``step()`` was called, else when it is."""
+        shard.acked = False
+        if group.closed and shard.present:
+            if shard.sent:  # else it is queued, and will go out with its present revision
+                box = self._begin(group, shard.target)
+                box.settle(shard.plan.shard)
+                box.lane_add(shard.plan.shard)
+        elif shard.sent:
+            shard.void = True
+
+    # ----------------------------------------------------------------- sending
+
+    def _pump(self, group: Group) -> None:
+        for (target, index), box in self._boxes.items():
+            if index == group.index:
+                self._pump_box(group, target, box)
+
+    def _pump_box(self, group: Group, target: str, box: Outbox) -> None:
+        if target not in self._up:
+            return
+        while (entry := box.lane_next()) is not None:
+            shard_id, kind = entry
+            shard = group.shards[shard_id]
+            if kind == PUSH:
+                self._send_push(group, shard, target)
+            elif shard.assign is not None:
+                self._send_assign(group, shard)
+            else:
+                box.lane_done(shard_id, ASSIGN)
+        while (shard_id := box.next_push()) is not None:  # type: ignore[assignment]
+            self._send_push(group, group.shards[shard_id], target)
+
+    def _send_push(self, group: Group, shard: Shard, target: str) -> None:
+        shard.sent = True
+        push = msg.Push(
+            **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
+            revision=shard.revision,
+        )  # fmt: skip
+        self._send(target, push, fx.Gradient(group.index, shard.plan.shard))
+
+    def _head(self, group: Group) -> dict[str, int]:
+        assert self.view is not None
+        return {
+            "generation": self.view.generation,
+            "group": group.index,
+            "worker": self.config.rank,
+            "incarnation": self.incarnation,
+        }
+
+    def _send_commit(self, group: Group, only: str = "") -> None:
+        assert group.commit is not None
+        targets = dict.fromkeys(s.server for s in group.shards.values() if s.trainable)
+        targets.update(dict.fromkeys(s.target for s in group.shards.values() if s.trainable))
+        kind = msg.Commit if group.committed else msg.NormRequest
+        for target in targets:
+            if target in self._up and (not only or target == only):
+                self._send(target, kind(
+                    **self._head(group), step=group.step, version=group.step,
+                    sequence=group.norm_round, commit=group.commit,
+                ))  # fmt: skip
+
+    def _send(
+        self, target: str, message: msg.DataMessage | msg.ControlMessage,
+        payload: fx.Payload | None = None,
+    ) -> None:  # fmt: skip
+        self._out.append(fx.Send(NodeId(target), message, payload))
+
+    # ----------------------------------------------------------------- answers
+
+    def _on_ack(self, group: Group, source: NodeId, ack: msg.PushAck) -> None:
+        box = self._boxes.get((source, group.index))
+        shard = group.shards.get(ack.shard)
+        if box is None or shard is None:
+            return
+        if ack.step == group.step:
+            if ack.revision == shard.revision and not shard.void:
+                shard.acked = True
+                if ack.credit:
+                    box.lane_done(ack.shard)
+            if ack.credit:
+                box.returned(ack.shard)
+        self._pump_box(group, source, box)
+
+    def _on_resend(self, group: Group, resend: msg.Resend) -> None:
+        shard = group.shards.get(resend.shard)
+        if shard is None or resend.step != group.step:
+            return
+        if group.committed and resend.shard not in group.waiting:
+            return
+        if resend.direct and shard.target != shard.server:
+            self._go_direct(group, shard)
+        else:
+            self._push_again(group, shard)
+        self._pump(group)
+
+    def _on_stale(self, group: Group, source: NodeId, stale: msg.Stale) -> None:
+        shard = group.shards.get(stale.shard)
+        if shard is None or stale.step != group.step or not shard.sent:
+            return
+        box = self._boxes.get((source, group.index))
+        if box is not None:
+            box.returned(stale.shard)
+            box.lane_done(stale.shard)
+        if self.view is not None and stale.version <= self.view.generation:
+            self._push_again(group, shard)
+            self._pump(group)
+        else:
+            shard.stale = True
+
+    def _on_refusal(self, group: Group, refusal: msg.Refusal) -> None:
+        if refusal.step == group.step and group.closed:
+            self._fail(refusal.error, refusal.text)
+            self._send(LEADER, msg.Failed(error=refusal.error, text=refusal.text))
+
+    def _fail(self, error: str, text: str) -> None:
+        raise AssertionError("subclass")  # pragma: no cover

@@ -1,0 +1,204 @@
+"""The worker's requests beside the step: values, optimizer state, norms, snapshots.
+
+Invariant: a request is repeated until it is answered, and an answer to an earlier request of the
+same kind is known by its number.
+"""
+
+from __future__ import annotations
+
+from paradis.core.flow import ASSIGN
+from paradis.ids import LEADER, NodeId
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.roles.worker_pushes import WorkerPushes
+from paradis.roles.worker_state import Assignment, Group, Shard
+from paradis.wire import messages as msg
+
+
+class WorkerValues(WorkerPushes):
+    """Everything that the script asks for and that is not a gradient."""
+
+    # ------------------------------------------------------------- assignments
+
+    def _on_assign_asked(self, event: ev.AssignAsked) -> None:
+        group = self.groups[event.group]
+        group.assign_count += 1
+        for shard_id, assignment in event.shards.items():
+            self._queue_assign(group, group.shards[shard_id], assignment)
+        group.assigning = dict.fromkeys(event.shards)
+        self._pump(group)
+        if not group.assigning:
+            self._out.append(fx.Complete(group.index, "assign"))
+
+    def _queue_changed(self, group: Group) -> None:
+        """Values that the script changed: the lowest rank's go to the servers within the step."""
+        assert self.view is not None and group.commit is not None
+        if min(self.view.members) == self.config.rank:
+            group.assign_count += 1
+            for shard_id in group.commit.changed:
+                self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
+
+    def _queue_assign(self, group: Group, shard: Shard, assignment: Assignment) -> None:
+        shard.assign = assignment
+        self._begin(group, shard.server).lane_add(shard.plan.shard, ASSIGN)
+
+    def _send_assign(self, group: Group, shard: Shard) -> None:
+        assert shard.assign is not None
+        keys, dtypes, scalars = shard.assign
+        message = msg.Assign(
+            **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
+            revision=group.assign_count, keys=keys, dtypes=dtypes, scalars=scalars,
+            at_step=group.committed,
+        )  # fmt: skip
+        self._send(shard.server, message, fx.Sections(group.index, shard.plan.shard, keys))
+
+    def _on_assign_ack(self, group: Group, source: NodeId, ack: msg.AssignAck) -> None:
+        shard = group.shards.get(ack.shard)
+        box = self._boxes.get((source, group.index))
+        if shard is None or box is None or shard.assign is None:
+            return
+        if ack.step != group.step or ack.revision != group.assign_count:
+            return
+        shard.assign = None
+        box.lane_done(ack.shard, ASSIGN)
+        asked = ack.shard in group.assigning
+        group.assigning.pop(ack.shard, None)
+        self._pump_box(group, source, box)
+        if asked and not group.assigning:
+            self._out.append(fx.Complete(group.index, "assign"))
+
+    # ------------------------------------------------------------------- pulls
+
+    def _on_pull_asked(self, event: ev.PullAsked) -> None:
+        group = self.groups[event.group]
+        group.waiting = dict.fromkeys(event.shards)
+        group.pull_round += 1
+        self._pull(group)
+        if not group.waiting:
+            self._out.append(fx.Complete(group.index, "pull", group.step))
+
+    def _pull(self, group: Group, only: str = "") -> None:
+        version = group.step + (1 if group.committed else 0)
+        for shard_id in group.waiting:
+            server = group.shards[shard_id].server
+            if server in self._up and (not only or only == server):
+                self._send(server, msg.Pull(**self._head(group), shard=shard_id, step=group.step,
+                                            version=version, sequence=group.pull_round))  # fmt: skip
+
+    def wants(
+        self, group_index: int, shard_id: int, version: int, sequence: int | None = None
+    ) -> bool:
+        """Return whether an update would be installed (asked before it is received).
+
+        Args:
+            version: of the update.
+            sequence: of the update: the number of the request that it answers, 0 if it comes by
+                itself, None if the caller does not care. Within a step any update of the next
+                version will do; a pull outside of one takes only its own answer, for the value may
+                have been assigned anew at the same version.
+        """
+        group = self.groups.get(group_index)
+        if group is None or shard_id not in group.waiting:
+            return False
+        if group.committed:
+            return version == group.step + 1
+        return version == group.step and sequence in (None, group.pull_round)
+
+    def _on_update(self, group: Group, update: msg.Update, event: ev.Received) -> None:
+        wanted = self.wants(group.index, update.shard, update.version, update.sequence)
+        if not wanted or (not update.unchanged and not event.lease):
+            self._release(event)
+            return
+        if update.unchanged:
+            self._release(event)
+        else:
+            self._out.append(fx.Install(group.index, update.shard, update.version, event.lease))
+        group.waiting.pop(update.shard)
+        if not group.committed:
+            if not group.waiting:
+                self._out.append(fx.Complete(group.index, "pull", group.step))
+            return
+        group.found_inf |= update.found_inf
+        box = self._begin(group, group.shards[update.shard].target)
+        box.returned(update.shard)
+        box.lane_drop(update.shard)
+        if group.waiting:
+            self._pump(group)
+        else:
+            self._finish(group)
+
+    # ------------------------------------------------------------------- state
+
+    def _on_state_asked(self, index: int) -> None:
+        group = self.groups[index]
+        group.state_waiting = dict.fromkeys(group.shards)
+        group.state_round += 1
+        self._pull_state(group)
+        if not group.state_waiting:
+            self._out.append(fx.Complete(group.index, "state", group.step))
+
+    def _pull_state(self, group: Group, only: str = "") -> None:
+        for shard_id in group.state_waiting:
+            server = group.shards[shard_id].server
+            if server in self._up and (not only or only == server):
+                self._send(server, msg.PullState(
+                    **self._head(group), shard=shard_id, version=group.step,
+                    sequence=group.state_round,
+                ))  # fmt: skip
+
+    def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:
+        expected = (group.step, group.state_round)
+        if state.shard not in group.state_waiting or not event.lease or expected != (
+            state.version, state.sequence,
+        ):  # fmt: skip
+            self._release(event)
+            return
+        group.state_waiting.pop(state.shard)
+        self._out.append(
+            fx.KeepState(
+                group.index, state.shard, state.keys, state.dtypes, state.scalars, event.lease
+            )
+        )
+        if not group.state_waiting:
+            self._out.append(fx.Complete(group.index, "state", group.step))
+
+    # ------------------------------------------------------------------- norms
+
+    def _on_norms(self, group: Group, source: NodeId, norms: msg.Norms) -> None:
+        if norms.step != group.step or norms.sequence != group.norm_round or group.committed:
+            return
+        if source not in group.norm_from:
+            return
+        group.norm_from.pop(source)
+        group.squares.update(norms.squares)
+        if not group.norm_from:
+            self._out.append(fx.Complete(group.index, "norm", group.step, squares=group.squares))
+
+    # --------------------------------------------------------------- snapshots
+
+    def _on_snapshot_asked(self, event: ev.SnapshotAsked) -> None:
+        group = self.groups[event.group]
+        assert isinstance(event.info, msg.CheckpointInfo)
+        group.snapshot = event.info
+        group.snapshot_from = dict.fromkeys(s.server for s in group.shards.values())
+        self._send(LEADER, event.info)
+        self._send_snapshot(group)
+
+    def _send_snapshot(self, group: Group, only: str = "") -> None:
+        assert group.snapshot is not None
+        for server in group.snapshot_from:
+            if server in self._up and (not only or only == server):
+                self._send(server, msg.Snapshot(**self._head(group), step=group.step,
+                           version=group.step, checkpoint=group.snapshot.checkpoint))  # fmt: skip
+
+    def _on_snapshot_ack(self, group: Group, source: NodeId, ack: msg.SnapshotAck) -> None:
+        if group.snapshot is None or ack.checkpoint != group.snapshot.checkpoint:
+            return
+        group.snapshot_from.pop(source, None)
+        if not group.snapshot_from:
+            group.snapshot = None
+            self._out.append(fx.Complete(group.index, "snapshot", group.step))
+
+    def _release(self, event: ev.Received) -> None:
+        if event.lease:
+            self._out.append(fx.Release(event.lease))
