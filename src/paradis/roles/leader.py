@@ -101,7 +101,7 @@ class LeaderRole:
             case msg.Join():
                 self._on_join(source, message, now_ns)
             case msg.Listening():
-                self._on_listening(source, message.addresses)
+                self._on_listening(source, message.addresses, now_ns)
             case msg.Register():
                 self._on_register(source, message, now_ns)
             case msg.ViewReady() | msg.PlanReady():
@@ -141,17 +141,21 @@ class LeaderRole:
             node=source, incarnation=self.incarnation, generation=self.generation,
             job=self.config.job, world_size=self.config.workers, settings=self.config.shared,
         ))  # fmt: skip
-        self._maybe_first_view()
+        self._maybe_first_view(now_ns)
 
-    def _on_listening(self, source: NodeId, addresses: tuple[str, ...]) -> None:
+    def _on_listening(
+        self, source: NodeId, addresses: tuple[str, ...], now_ns: int
+    ) -> None:
         member = self.nodes.get(source)
         if member is not None:
             member.join = msgspec.structs.replace(member.join, addresses=addresses)
-            self._maybe_first_view()
+            self._maybe_first_view(now_ns)
 
-    def _maybe_first_view(self) -> None:
+    def _maybe_first_view(self, now_ns: int) -> None:
         if not self._absent() and self.view is None:
             self._first_view()
+            for key in list(self._registered):
+                self._plan_if_complete(key, now_ns)
 
     @property
     def _beat_ns(self) -> int:
@@ -311,7 +315,8 @@ class LeaderRole:
         if refusal:
             self._fail("JoinRefused", refusal, now_ns)
             return
-        self._plan(table[min(table)])
+        if self.view is not None:  # else the first view comes back to it: servers may be missing
+            self._plan(table[min(table)])
 
     def _plan(self, register: msg.Register) -> None:
         key = (register.group, register.part)
