@@ -1,0 +1,128 @@
+"""What a simulated job consists of: sizes, models, and how often what happens. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MS = 1_000_000
+"""Nanoseconds of a millisecond of virtual time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What one ``wrap`` call registers.
+
+    Attributes:
+        parts: numbers of elements of the parameters of each registration; the first part is
+            registered at the start, later ones after a step.
+        buffer: elements of one module buffer in the first part, 0 for none.
+    """
+
+    parts: tuple[tuple[int, ...], ...]
+    buffer: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Habits:
+    """How often a script does what, as probabilities per step unless said otherwise.
+
+    Attributes:
+        absent: per parameter and worker: no gradient.
+        revise: the gradients change after backward.
+        drop: a whole backward is thrown away.
+        late: per shard: its gradient is only handed over by ``step()``.
+        norm: the norm is asked for (all workers do, or none).
+        change: the script changes values (all workers alike).
+        found_inf: per worker: its scaler saw an overflow.
+        look: per worker: pulls the values, or the optimizer state, between steps.
+        snapshot: worker 0 asks for a checkpoint.
+    """
+
+    absent: float = 0.0
+    revise: float = 0.0
+    drop: float = 0.0
+    late: float = 0.0
+    norm: float = 0.0
+    change: float = 0.0
+    found_inf: float = 0.0
+    look: float = 0.0
+    snapshot: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weather:
+    """What the network does to data messages until ``calm_ns``; control streams are reliable.
+
+    Attributes:
+        latency_ns: least time of a message.
+        jitter_ns: most time added; messages overtake each other only in bad weather.
+        loss: probability that a message is lost.
+        repeat: probability that it arrives twice.
+        no_memory: probability that a payload finds no memory at its receiver.
+    """
+
+    latency_ns: int = 50_000
+    jitter_ns: int = 200_000
+    loss: float = 0.0
+    repeat: float = 0.0
+    no_memory: float = 0.0
+    reorder: bool = False
+    calm_ns: int = 400 * MS
+
+    @property
+    def fair(self) -> bool:
+        """Whether messages behave as on a good link."""
+        return not (self.loss or self.repeat or self.reorder or self.no_memory)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Something that happens to a node or to the link between two.
+
+    Attributes:
+        kind: ``pause`` (the node handles nothing), ``cut`` (the link is lost and cannot be opened
+            for a while) or ``crash`` (the node ends; only rack agents may).
+    """
+
+    kind: str
+    at_ns: int
+    node: str
+    peer: str = ""
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One scenario.
+
+    Attributes:
+        racks: rack index of each worker; one rack agent per rack index.
+        tree: logical groups, empty for the default.
+        quota_bytes: of every pusher at every receiver; roles raise it to two largest shards.
+        leaves: rank -> number of steps after which it leaves early.
+        slow: node -> factor on its numeric work and thinking time.
+        liveness_ns: virtual time within which everything must end after the weather calmed.
+    """
+
+    seed: int
+    workload: str
+    workers: int
+    servers: int
+    steps: int
+    models: tuple[Model, ...]
+    racks: tuple[int, ...]
+    dispatchers: int
+    tree: tuple[tuple[int, ...], ...] = ()
+    quota_bytes: int = 1
+    habits: Habits = Habits()
+    weather: Weather = Weather()
+    faults: tuple[Fault, ...] = ()
+    leaves: dict[int, int] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    retry_ns: int = 30 * MS
+    liveness_ns: int = 20_000 * MS
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing fails, so that memory bounds hold to the letter."""
+        return self.weather.fair and not self.faults and not self.leaves

@@ -1,0 +1,179 @@
+"""From a seed to a scenario, its run, and its result; ``python -m paradis.sim.scenario`` replays.
+
+Invariant: a seed and a workload name one run for ever (of one revision of the code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+
+from paradis.sim.checkers import Violation
+from paradis.sim.driver import Result, Simulation
+from paradis.sim.job import MS, Fault, Habits, Job, Model, Weather
+
+WORKLOADS = ("counting", "floats")
+
+_SIZES = (1, 3, 8, 20, 33, 40)
+
+
+def scenario(seed: int, workload: str) -> Job:
+    """Return the job of a seed.
+
+    Args:
+        seed: any number of at least 0.
+        workload: ``counting`` or ``floats``.
+    """
+    source = random.Random(seed * 2 + WORKLOADS.index(workload))
+    racks_count = source.choice((0, 0, 2))
+    workers = source.randint(2, 4) if racks_count else source.randint(1, 4)
+    servers = source.randint(1, 3)
+    racks = tuple(sorted(source.randrange(max(1, racks_count)) for _ in range(workers)))
+    dispatchers = max(1, racks_count)
+    weather = _weather(source)
+    steps = source.randint(3, 5)
+    leaves = {}
+    if workers > 1 and source.random() < 0.2:
+        leaves[source.randrange(workers)] = source.randint(1, steps - 1)
+    tree: tuple[tuple[int, ...], ...] = ()
+    if source.random() < 0.2 and workers > 2:
+        ranks = list(range(workers))
+        source.shuffle(ranks)
+        tree = (tuple(ranks[:2]), tuple(ranks[2:]))
+    return Job(
+        seed=seed, workload=workload, workers=workers, servers=servers, steps=steps,
+        models=_models(source), racks=racks, dispatchers=dispatchers, tree=tree,
+        quota_bytes=source.choice((1, 1, 600, 1 << 20)), habits=_habits(source), weather=weather,
+        faults=_faults(source, workers, servers, racks if racks_count else ()),
+        leaves=leaves, slow=_slow(source, workers, servers),
+    )  # fmt: skip
+
+
+def _models(source: random.Random) -> tuple[Model, ...]:
+    models = []
+    for _ in range(source.choice((1, 1, 1, 2))):
+        parts = [tuple(source.choice(_SIZES) for _ in range(source.randint(3, 6)))]
+        if source.random() < 0.2:
+            parts.append((source.choice(_SIZES), source.choice(_SIZES)))
+        if source.random() < 0.15:
+            parts[0] = (*parts[0], 0)
+        models.append(Model(parts=tuple(parts), buffer=source.choice((0, 0, 5))))
+    return tuple(models)
+
+
+def _habits(source: random.Random) -> Habits:
+    def sometimes(chance: float, value: float) -> float:
+        return value if source.random() < chance else 0.0
+
+    return Habits(
+        absent=sometimes(0.5, 0.2), revise=sometimes(0.5, 0.4), drop=sometimes(0.3, 0.3),
+        late=sometimes(0.5, 0.3), norm=sometimes(0.35, 0.4), change=sometimes(0.3, 0.3),
+        found_inf=sometimes(0.3, 0.15), look=sometimes(0.3, 0.2), snapshot=sometimes(0.3, 0.3),
+    )  # fmt: skip
+
+
+def _weather(source: random.Random) -> Weather:
+    if source.random() < 0.4:
+        return Weather()
+    return Weather(
+        loss=source.choice((0.0, 0.01, 0.05)), repeat=source.choice((0.0, 0.05, 0.1)),
+        no_memory=source.choice((0.0, 0.0, 0.05)), reorder=source.random() < 0.6,
+        jitter_ns=source.choice((200_000, 1_000_000)), calm_ns=source.choice((50, 200)) * MS,
+    )  # fmt: skip
+
+
+def _slow(source: random.Random, workers: int, servers: int) -> dict[str, float]:
+    if source.random() < 0.6:
+        return {}
+    names = [f"worker-{i}" for i in range(workers)] + [f"server-{i}" for i in range(servers)]
+    return {source.choice(names): 8.0}
+
+
+def _faults(
+    source: random.Random, workers: int, servers: int, racks: Sequence[int]
+) -> tuple[Fault, ...]:
+    if source.random() < 0.5:
+        return ()
+    names = [f"worker-{i}" for i in range(workers)] + [f"server-{i}" for i in range(servers)]
+    faults = []
+    for _ in range(source.randint(1, 3)):
+        at_ns = int(source.random() * 25 * MS) + MS
+        worker = f"worker-{source.randrange(workers)}"
+        kind = source.choice(("pause", "cut", "cut", "crash"))
+        lasting_ns = int(source.random() * 20 * MS)
+        if kind == "pause":
+            faults.append(Fault(kind="pause", at_ns=at_ns, node=source.choice(names),
+                                duration_ns=lasting_ns))  # fmt: skip
+        elif kind == "crash" and 1 in racks:
+            faults.append(Fault(kind="crash", at_ns=at_ns, node="dispatcher-1"))
+        elif racks and source.random() < 0.5:
+            agent = f"dispatcher-{racks[int(worker.rpartition('-')[2])]}"
+            faults.append(Fault(kind="cut", at_ns=at_ns, node=worker, peer=agent,
+                                duration_ns=lasting_ns))  # fmt: skip
+        else:
+            one = worker if not racks or source.random() < 0.7 else f"dispatcher-{racks[0]}"
+            faults.append(Fault(kind="cut", at_ns=at_ns, node=one, duration_ns=lasting_ns,
+                                peer=f"server-{source.randrange(servers)}"))  # fmt: skip
+    return tuple(faults)
+
+
+def replay_command(seed: int, workload: str) -> str:
+    """Return the one command that shows the run again."""
+    return f"python -m paradis.sim.scenario --seed {seed} --workload {workload}"
+
+
+def run_seed(
+    seed: int, workload: str, show: Callable[[str], None] | None = None
+) -> Result:
+    """Run the scenario of a seed.
+
+    Raises:
+        Violation: an invariant is broken; the message names the seed and how to replay it.
+    """
+    try:
+        return Simulation(scenario(seed, workload), show).run()
+    except Exception as error:
+        raise Violation(
+            f"seed {seed} of {workload}: {type(error).__name__}: {error}\n"
+            f"replay: {replay_command(seed, workload)}"
+        ) from error
+
+
+def run_many(seeds: Sequence[int], workload: str) -> tuple[int, list[str]]:
+    """Run many seeds; return a checksum of all traces and the texts of all failures."""
+    total, failures = 0, []
+    for seed in seeds:
+        try:
+            result = run_seed(seed, workload)
+        except Violation as error:
+            failures.append(str(error))
+        else:
+            total = zlib.crc32(result.trace.encode(), total)
+    return total, failures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show the trace of one seed and how it ended."""
+    parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
+    parser.add_argument("--workload", choices=WORKLOADS, default="counting")
+    parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
+    options = parser.parse_args(arguments)
+    out = sys.stdout
+    job = scenario(options.seed, options.workload)
+    out.write(f"{job}\n")
+    show = None if options.quiet else (lambda line: out.write(line + "\n") and None)
+    try:
+        result = run_seed(options.seed, options.workload, show)
+    except Violation as error:
+        out.write(f"FAILED: {error}\n")
+        return 1
+    out.write(f"{result}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

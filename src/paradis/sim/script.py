@@ -1,0 +1,334 @@
+"""The virtual training script of one worker: a generator that yields what it waits for.
+
+It does what users' scripts do, also the rare things: gradients that are absent, changed after
+backward, or thrown away; norms before ``step()``; values changed by hand; overflows; leaving early.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from paradis.roles import effects as fx
+from paradis.roles import events as ev
+from paradis.sim.job import Model
+from paradis.sim.workloads import RATE, Record
+from paradis.wire import messages as msg
+
+if TYPE_CHECKING:
+    from paradis.sim.worker import SimWorker
+
+Wait = tuple[int, str] | int
+"""What a script yields: (group, what) to wait for a completion, or nanoseconds to sleep."""
+
+Steps = Generator[Wait, fx.Complete | None, None]
+
+
+@dataclass(slots=True)
+class Tensors:
+    """A worker's tensors of one group, as flat shards.
+
+    Attributes:
+        changes: shard -> how often its gradient was written; ``handed``: that number when the
+            role was told of it last in this step.
+        present: parameters with a gradient.
+    """
+
+    plans: dict[int, msg.ShardPlan] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    changes: dict[int, int] = field(default_factory=dict)
+    handed: dict[int, int] = field(default_factory=dict)
+    present: dict[int, None] = field(default_factory=dict)
+
+    def active(self) -> list[msg.ShardPlan]:
+        """Return the shards that take gradients, in admission order."""
+        plans = [p for p in self.plans.values() if not p.is_buffer and p.length]
+        return sorted(plans, key=lambda p: p.priority)
+
+    def holds(self, plan: msg.ShardPlan) -> bool:
+        """Whether some parameter of the shard has a gradient."""
+        return any(s.parameter in self.present for s in plan.segments)
+
+
+def specs(model: Model, part: int, dtype: str) -> tuple[msg.ParameterSpec, ...]:
+    """Return what a part registers."""
+    found = [
+        msg.ParameterSpec(name=f"p{part}.{i}", shape=(n,), dtype=dtype, options_group=0)
+        for i, n in enumerate(model.parts[part])
+    ]
+    if part == 0 and model.buffer:
+        found.append(
+            msg.ParameterSpec(
+                name="buffer", shape=(model.buffer,), dtype=dtype, options_group=-1, trainable=False
+            )
+        )
+    return tuple(found)
+
+
+class Script:
+    """One worker's script.
+
+    Args:
+        worker: the node it runs on.
+        source: randomness of this worker; ``shared`` gives all workers the same answers.
+    """
+
+    def __init__(self, worker: SimWorker, source: random.Random) -> None:
+        self.worker = worker
+        self.rank = worker.rank
+        self.job = worker.sim.job
+        self.habits = self.job.habits
+        self.source = source
+        self.step = 0
+        self.tensors: dict[int, Tensors] = {}
+        self.options: list[msg.Options] = [{"lr": RATE}]
+
+    def shared(self, *key: object) -> random.Random:
+        """Return a source that is the same on all workers for the same key."""
+        return random.Random(xxhash.xxh3_64_intdigest(repr((self.job.seed, key)).encode()))
+
+    def chance(self, probability: float) -> bool:
+        """Whether something with this probability happens."""
+        return probability > 0 and self.source.random() < probability
+
+    def think(self) -> int:
+        """Return a time that the script's own work takes, in nanoseconds."""
+        slow = self.job.slow.get(self.worker.node, 1.0)
+        return int(self.source.random() * 150_000 * slow)
+
+    def run(self) -> Steps:
+        """Train."""
+        for group, _ in enumerate(self.job.models):
+            yield from self._register(group, 0)
+        end = self.job.leaves.get(self.rank, self.job.steps)
+        for step in range(self.job.steps):
+            self.step = step
+            if step == end:
+                break
+            for group, model in enumerate(self.job.models):
+                if step == 1:
+                    for part in range(1, len(model.parts)):
+                        yield from self._register(group, part)
+                yield from self._iterate(group)
+        else:
+            end = self.job.steps
+        if end < self.job.steps and self.chance(0.5):
+            yield from self._backward(0, attempt=0)
+        self.worker.tell(ev.LeaveAsked())
+
+    def _register(self, group: int, part: int) -> Steps:
+        """Register a part; worker 0 assigns its values, the others pull them."""
+        workload = self.worker.sim.workload
+        parameters = specs(self.job.models[group], part, workload.dtype_name)
+        yield self.think()
+        self.worker.tell(ev.RegisterAsked(msg.Register(
+            rank=self.rank, group=group, part=part, parameters=parameters, optimizer="SGD",
+            options=self.options, step=self.step,
+        )))  # fmt: skip
+        done = yield (group, "plan")
+        assert done is not None and done.plan is not None
+        plan = done.plan
+        self.worker.sim.reference.plan(plan)
+        mine = self.tensors.setdefault(group, Tensors())
+        for shard in plan.shards:
+            mine.plans[shard.shard] = shard
+            mine.values[shard.shard] = self._initial(shard)
+            mine.gradients[shard.shard] = torch.zeros(shard.length, dtype=workload.dtype)
+            mine.changes[shard.shard] = 0
+        new = tuple(s.shard for s in plan.shards)
+        if self.rank == 0:
+            for shard_id in new:
+                self.worker.sim.reference.start(shard_id, self.step, mine.values[shard_id])
+            keys = (("value",), (workload.dtype_name,), {})
+            self.worker.tell(ev.AssignAsked(group, dict.fromkeys(new, keys)))
+            yield (group, "assign")
+        else:
+            for shard_id in new:
+                mine.values[shard_id].fill_(-1.0)
+            self.worker.tell(ev.PullAsked(group, new))
+            yield (group, "pull")
+            self.worker.check_values(group, self.step)
+
+    def _initial(self, shard: msg.ShardPlan) -> torch.Tensor:
+        workload = self.worker.sim.workload
+        value = torch.zeros(shard.length, dtype=workload.dtype)
+        for s in shard.segments:
+            value[s.start : s.start + s.length] = workload.initial(s.parameter, s.length)
+        return value
+
+    # -------------------------------------------------------------- one step
+
+    def _iterate(self, group: int) -> Steps:
+        mine = self.tensors[group]
+        mine.handed = {}
+        attempt = 0
+        while self.chance(self.habits.drop) and attempt < 2:
+            yield from self._backward(group, attempt=attempt)
+            attempt += 1
+        yield from self._backward(group, attempt=attempt)
+        if self.chance(self.habits.revise):
+            self._revise(group)
+        clip = 1.0
+        if self.shared("norm", group, self.step).random() < self.habits.norm:
+            clip = yield from self._norms(group)
+        yield from self._step(group, clip)
+        yield from self._between(group)
+
+    def _absent(self, group: int, parameter: int) -> bool:
+        """Whether a parameter has no gradient: on all workers, or on this one."""
+        if not self.habits.absent:
+            return False
+        if self.shared("absent", group, self.step, parameter).random() < self.habits.absent / 2:
+            return True
+        return self.chance(self.habits.absent)
+
+    def _backward(self, group: int, *, attempt: int) -> Steps:
+        """Fill gradients in nearly reverse order of registration and hand whole shards over."""
+        mine = self.tensors[group]
+        for plan in mine.active():
+            if mine.holds(plan):
+                mine.gradients[plan.shard].zero_()
+                mine.changes[plan.shard] += 1
+        mine.present = {}
+        order = mine.active()
+        for i in range(len(order) - 1):
+            if self.chance(0.3):
+                order[i], order[i + 1] = order[i + 1], order[i]
+        for plan in order:
+            yield self.think()
+            self._fill(group, plan, attempt)
+            whole = all(s.parameter in mine.present for s in plan.segments)
+            if whole and not self.chance(self.habits.late):
+                mine.handed.setdefault(plan.shard, mine.changes[plan.shard])
+                self.worker.tell(ev.ShardReady(group, plan.shard))
+
+    def _fill(self, group: int, plan: msg.ShardPlan, attempt: int) -> None:
+        mine = self.tensors[group]
+        for s in plan.segments:
+            if not self._absent(group, s.parameter):
+                mine.gradients[plan.shard][s.start : s.start + s.length] = (
+                    self.worker.sim.workload.gradient(
+                        self.rank, self.step, s.parameter, attempt, s.length
+                    )
+                )
+                mine.present[s.parameter] = None
+        mine.changes[plan.shard] += 1
+
+    def _revise(self, group: int) -> None:
+        """Change gradients in place, of all shards or of some."""
+        mine = self.tensors[group]
+        everything = self.chance(0.4)
+        for plan in mine.active():
+            if not mine.holds(plan) or not (everything or self.chance(0.4)):
+                continue
+            attempt = 3 + int(self.source.random() * 3)
+            for s in plan.segments:
+                if s.parameter in mine.present:
+                    mine.gradients[plan.shard][s.start : s.start + s.length] = (
+                        self.worker.sim.workload.gradient(
+                            self.rank, self.step, s.parameter, attempt, s.length
+                        )
+                    )
+            mine.changes[plan.shard] += 1
+        for plan in mine.active():
+            if not mine.holds(plan) and self.chance(0.1):
+                self._fill(group, plan, 1)
+
+    def _closing(self, group: int) -> tuple[tuple[int, ...], tuple[int, ...], Record, bytes]:
+        """Return present and revised shards, a record, and the presence bits."""
+        mine = self.tensors[group]
+        present = tuple(p.shard for p in mine.active() if mine.holds(p))
+        revised = tuple(
+            s for s in present if s in mine.handed and mine.handed[s] != mine.changes[s]
+        )
+        record = Record(
+            {s: mine.gradients[s].clone() for s in present}, frozenset(mine.present)
+        )  # fmt: skip
+        bits = 0
+        for parameter in mine.present:
+            bits |= 1 << parameter
+        mine.handed.update({s: mine.changes[s] for s in present})
+        return present, revised, record, struct.pack("<Q", bits)
+
+    def _norms(self, group: int) -> Generator[Wait, fx.Complete | None, float]:
+        """Ask for the norm, once or twice; return the factor that ``clip_grad_norm_`` computes."""
+        shared = self.shared("norms", group, self.step)
+        clip = 1.0
+        for number in range(1 + (shared.random() < 0.25)):
+            yield self.think()
+            present, revised, record, bits = self._closing(group)
+            key = (group, self.step, number)
+            self.worker.sim.reference.norms.setdefault(key, {})[self.rank] = record
+            commit = msg.StepCommit(revisions={}, present=bits, options=self.options)
+            self.worker.tell(ev.NormAsked(group, commit, present, revised))
+            done = yield (group, "norm")
+            assert done is not None
+            self.worker.sim.checkers.norms(key, done.squares)
+            clip = 0.5 if sum(done.squares[s] for s in sorted(done.squares)) > 4.0 else 1.0
+            if self.chance(self.habits.revise):
+                self._revise(group)
+        return clip
+
+    def _step(self, group: int, clip: float) -> Steps:
+        mine = self.tensors[group]
+        yield self.think()
+        changed = self._change_values(group)
+        overflow = self.chance(self.habits.found_inf)
+        if overflow and clip == 1.0 and mine.present:
+            plan = next(p for p in mine.active() if mine.holds(p))
+            mine.gradients[plan.shard][plan.segments[0].start] = float("inf")
+            mine.changes[plan.shard] += 1
+        present, revised, record, bits = self._closing(group)
+        record.clip, record.found_inf, record.changed = clip, overflow, changed
+        self.worker.sim.reference.record(group, self.step, self.rank, record)
+        commit = msg.StepCommit(
+            revisions={}, present=bits, options=self.options, found_inf=overflow, clip=clip,
+            changed={s: [int(by)] for s, by in changed.items()},
+        )  # fmt: skip
+        self.worker.closing = record
+        self.worker.tell(ev.StepClosed(group, commit, present, revised))
+        done = yield (group, "step")
+        self.worker.closing = None
+        assert done is not None
+        self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
+        self.worker.check_values(group, self.step + 1)
+
+    def _change_values(self, group: int) -> dict[int, float]:
+        shared = self.shared("change", group, self.step)
+        changed: dict[int, float] = {}
+        if shared.random() < self.habits.change:
+            for plan in self.tensors[group].active():
+                if shared.random() < 0.5:
+                    changed[plan.shard] = float(shared.randint(1, 9))
+                    self.tensors[group].values[plan.shard] += changed[plan.shard]
+        return changed
+
+    def _between(self, group: int) -> Steps:
+        """Look at values or state between steps; worker 0 may save."""
+        mine = self.tensors[group]
+        version = self.step + 1
+        if self.chance(self.habits.look):
+            for value in mine.values.values():
+                value.fill_(-2.0)
+            if self.chance(0.5):
+                self.worker.tell(ev.PullAsked(group, tuple(mine.plans)))
+                yield (group, "pull")
+            else:
+                self.worker.tell(ev.StateAsked(group))
+                yield (group, "state")
+            self.worker.check_values(group, version)
+        if self.rank == 0 and self.chance(self.habits.snapshot):
+            name = f"step-{version}-group-{group}"
+            info = msg.CheckpointInfo(
+                checkpoint=name, group=group, step=version, options=self.options, extra={}
+            )
+            self.worker.sim.checkers.saving(name)
+            self.worker.tell(ev.SnapshotAsked(group, info))
+            yield (group, "snapshot")
