@@ -27,10 +27,14 @@ class PeerUp(Event, frozen=True):
 
 
 class PeerLost(Event, frozen=True):
-    """The data connection (or control stream) to the peer is gone."""
+    """The data connection to the peer is gone; or, with ``control``, the control stream.
+
+    Both may lead to the same process: the first dispatcher is the leader and may be a rack agent.
+    """
 
     peer: NodeId
     reason: str
+    control: bool = False
 
 
 class TimerFired(Event, frozen=True):

@@ -348,7 +348,7 @@ class RackAgentRole(Receiver):
 
     def _on_peer_lost(self, event: ev.PeerLost) -> None:
         self._up.pop(event.peer, None)
-        if event.peer == "dispatcher-0":
+        if event.control:
             self._out.append(fx.End(f"the leading dispatcher is gone: {event.reason}"))
         elif self.view is not None and event.peer in self.view.addresses:
             self._out.append(fx.Connect({event.peer: self.view.addresses[event.peer]}))

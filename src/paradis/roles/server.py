@@ -61,7 +61,7 @@ class ServerRole(Receiver):
                 self._on_written(event)
             case ev.TimerFired():
                 self._on_timer(event.name, now_ns)
-            case ev.PeerLost(peer="dispatcher-0"):
+            case ev.PeerLost(control=True):
                 self._out.append(fx.End(f"the leading dispatcher is gone: {event.reason}"))
             case ev.EffectFailed():
                 self._fail_job(event.error, f"{self.node}: {event.what}: {event.text}")
@@ -89,7 +89,6 @@ class ServerRole(Receiver):
         mine = [s for s in plan.shards if s.server == self.node]
         if self.adopt_plan(plan, mine) and plan.restore:
             for shard in mine:
-                self._by_shard[shard.shard][1].ticket += 1
                 self._out.append(fx.Load(plan.group, shard.shard, 1, plan.restore))
         self._send(
             "dispatcher-0",
@@ -293,8 +292,7 @@ class ServerRole(Receiver):
             return
         shard.assigned = stamp
         shard.assigning = (event.source, message)
-        shard.ticket += 1
-        self._out.append(fx.Store(group.index, message.shard, shard.ticket, event.lease,
+        self._out.append(fx.Store(group.index, message.shard, message.revision, event.lease,
                                   message.keys, message.dtypes, message.scalars))  # fmt: skip
 
     def _send_assign_ack(self, target: NodeId, message: msg.Assign) -> None:

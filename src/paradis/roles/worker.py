@@ -46,7 +46,7 @@ class WorkerRole(WorkerValues):
                 self._up[event.peer] = None
                 self._heal(event.peer)
             case ev.PeerLost():
-                self._on_peer_lost(event.peer, event.reason)
+                self._on_peer_lost(event)
             case ev.TimerFired(name="retry"):
                 self._retry()
             case _:
@@ -209,15 +209,17 @@ class WorkerRole(WorkerValues):
         elif shard.present and (not group.committed or shard.plan.shard in group.waiting):
             box.lane_add(shard.plan.shard)
 
-    def _on_peer_lost(self, peer: NodeId, reason: str) -> None:
-        self._up.pop(peer, None)
-        if peer == LEADER and not self._left:
-            self._fail("PeerUnreachable", f"the leading dispatcher is gone: {reason}; the job "
-                       "cannot go on; see its log in the run directory")  # fmt: skip
+    def _on_peer_lost(self, event: ev.PeerLost) -> None:
+        if event.control:
+            if not self._left:
+                self._fail("PeerUnreachable", f"the leading dispatcher is gone: {event.reason}; "
+                           "the job cannot go on; see its log in the run directory")  # fmt: skip
             return
+        peer = event.peer
+        self._up.pop(peer, None)
         if peer and peer == self._agent():
-            self._out.append(fx.Announce("warning", f"rack agent {peer} is gone ({reason}): "
-                                         f"{self.node} pushes directly to the servers"))  # fmt: skip
+            text = f"rack agent {peer} is gone ({event.reason}): {self.node} pushes directly"
+            self._out.append(fx.Announce("warning", text))
             self._lost_agents[peer] = None
             self._reroute()
             for group in self.groups.values():

@@ -74,7 +74,7 @@ class LeaderStream:
 
     def lost(self, error: ParadisError) -> None:
         """Learn that the leader is gone (called by the client's reading thread)."""
-        self._take(PeerLost(LEADER, error.message))
+        self._take(PeerLost(LEADER, error.message, control=True))
 
     def _take(self, event: Event) -> None:
         with self._lock:

@@ -194,4 +194,4 @@ def leader_lost(error: ParadisError) -> Event:
     """Return the event that tells a role that its leader is gone."""
     from paradis.roles.events import PeerLost
 
-    return PeerLost(LEADER, error.message)
+    return PeerLost(LEADER, error.message, control=True)

@@ -167,15 +167,14 @@ class Waits:
             for name, box in boxes.items():
                 waits = {s for shards in unsent.values() for s in shards}
                 holding[name] = {s: n for s, n in holding[name].items() if s in waits}
-                ready = [s for s in unsent[name] if s in box.blocked] or unsent[name]
-                for shard in (ready[:1] if unsent[name] else []):
-                    lowest = shard == unsent[name][0]
-                    if lowest or box.may_push(-1, 0):
-                        fits = sum(holding[name].values()) + box.size_of(shard) <= box.quota
-                        if lowest and fits:
-                            unsent[name].remove(shard)
-                            holding[name][shard] = box.size_of(shard)
-                            moved = True
+                if not unsent[name]:
+                    continue
+                lowest = unsent[name][0]
+                size = box.size_of(lowest)
+                if sum(holding[name].values()) + size <= box.quota:
+                    unsent[name].remove(lowest)
+                    holding[name][lowest] = size
+                    moved = True
         stuck = {name: shards for name, shards in unsent.items() if shards}
         if stuck:
             edges = {
