@@ -141,7 +141,16 @@ class LeaderRole:
             node=source, incarnation=self.incarnation, generation=self.generation,
             job=self.config.job, world_size=self.config.workers, settings=self.config.shared,
         ))  # fmt: skip
+        self._check_never_joined(now_ns)
         self._maybe_first_view(now_ns)
+
+    def _check_never_joined(self, now_ns: int) -> None:
+        """A worker whose process ended without joining cannot be waited for."""
+        absent = [r for r in self._done if worker_id(r) not in self.nodes]
+        waiting = [n for n in self._of_role("worker") if not self.nodes[n].gone]
+        if absent and waiting and self.view is None:
+            self._fail("JobFailed", f"worker {absent[0]} ended before it called paradis.wrap, for which "
+                       f"{', '.join(waiting[:8])} waits; call it on every worker", now_ns)  # fmt: skip
 
     def _on_listening(
         self, source: NodeId, addresses: tuple[str, ...], now_ns: int
@@ -349,6 +358,7 @@ class LeaderRole:
             return
         self._left[rank] = steps
         if self.view is None:
+            self._check_never_joined(now_ns)
             return
         self._early_finish(rank, steps, now_ns)
 

@@ -27,7 +27,7 @@ from typing import Final
 from paradis.control.client import ControlClient
 from paradis.control.settings import ControlConfig
 from paradis.errors import ConfigError, Overloaded, ParadisError, PeerUnreachable, UnavailableError
-from paradis.ids import NodeId, role_of
+from paradis.ids import LEADER, NodeId, role_of
 from paradis.runtime import verdict
 from paradis.runtime.arguments import AgentConfig
 from paradis.runtime.child import (
@@ -115,6 +115,7 @@ class HostAgent:
         self._orderly = False
         self._orphans = False
         self._early: dict[str, float] = {}
+        self._losses: dict[str, verdict.Failure] = {}
 
     def __enter__(self) -> HostAgent:
         adopt_orphans()
@@ -233,7 +234,7 @@ class HostAgent:
             case CheckpointDone():
                 self._say(f"warning: checkpoint {event.checkpoint} failed: {event.error}")
             case Failed(error=error, text=text) | Refused(error=error, text=text):
-                self._verdict.add(verdict.of_leader(error, text))
+                self._verdict.add(self._losses.get(text) or verdict.of_leader(error, text))
             case Summary():
                 self.summary = event
             case Shutdown():
@@ -277,12 +278,18 @@ class HostAgent:
             name = verdict.signal_name(self._signal) if self._signal else "the order to stop"
             self._send(NodeExited(node=child.name, code=0, text=f"ended on {name}"))
             return
-        worker = _role(child.name) == "worker"
         text = failure_text(child.log) if child.code else ""
+        failure = verdict.of_node(child.name, child.code, text, str(child.log))
+        if _role(child.name) == "dispatcher" and child.name != LEADER and not self._shutdown:
+            # The leader decides: it goes on without a rack agent, or says this text as a failure.
+            line = failure.message.partition("\n")[0]
+            self._losses[line] = failure
+            self._send(NodeExited(node=child.name, code=child.code, text=line))
+            return
         self._send(NodeExited(node=child.name, code=child.code, text=text))
         if child.code:
-            self._verdict.add(verdict.of_node(child.name, child.code, text, str(child.log)))
-        elif not worker:
+            self._verdict.add(failure)
+        elif _role(child.name) != "worker":
             # Too early, unless the leader's Shutdown is on its way to us.
             self._early[child.name] = time.monotonic() + self._config.settle_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -39,7 +40,8 @@ from paradis.transport.base import Identity
 from paradis.wire.messages import Listening, Scalar
 
 _CONNECT_TIMEOUT_S = 30.0
-_DRAIN_S = 1.0
+_LOOK_S = 0.2
+"""How often a serving process looks for a signal."""
 
 
 def require_assertions() -> None:
@@ -162,11 +164,8 @@ def _serve(
         addresses = node.links.listen(data_addresses(settings, listen))
         stream.bind(node.post)
         node.tell_leader(Listening(node=node.identity.node, addresses=addresses))
-        pulse = Pulse(
-            node.identity.node, node.counters, node.control.send,
-            interval_s=settings.heartbeat_interval_s, beat="PARADIS_AGENT" not in os.environ,
-        )  # fmt: skip
-        while not node.ended.wait(0.2):
+        pulse = _pulse(node, settings, beat="PARADIS_AGENT" not in os.environ)
+        while not node.ended.wait(_LOOK_S):
             if signals.asked.is_set():
                 node.end("asked to stop by a signal")
     finally:
@@ -174,6 +173,16 @@ def _serve(
             pulse.stop()
         node.close()
     return _status(node.identity.node, node.error, node.reason)
+
+
+def _pulse(node: Node, settings: SharedSettings, *, beat: bool) -> Pulse:
+    return Pulse(
+        node.identity.node,
+        node.counters,
+        node.control.send,
+        interval_s=settings.heartbeat_interval_s,
+        beat=beat,
+    )
 
 
 def _status(name: str, error: ParadisError | None, reason: str) -> int:
@@ -200,11 +209,23 @@ def _has_port(listen: str) -> bool:
 def _warm_up() -> None:
     """Pay once, before the first step, what torch and the allocator charge for first use."""
     torch.set_num_threads(1)
+    _without_compiler()
     parameter = torch.nn.Parameter(torch.zeros(64))
     torch.optim.SGD([parameter], lr=0.0)  # imports what optimizers need
     # After one large block was freed, glibc keeps memory of updates instead of trimming it.
     del parameter
     _ = torch.empty(31 << 20, dtype=torch.uint8)
+
+
+def _without_compiler() -> None:
+    """Keep optimizers in this process from importing torch's compiler: 2 s and 100 MB.
+
+    torch wraps these methods to hide them from its compiler, which it imports for that on the
+    first call unless the method carries its uncompiled form already. No server compiles anything.
+    """
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        method.__dict__.setdefault("__dynamo_disable", method)
 
 
 def run_dispatcher(arguments: DispatcherArguments) -> int:
@@ -303,6 +324,7 @@ def _lead(arguments: DispatcherArguments, token: bytes, signals: _Signals) -> in
         store,
     )  # fmt: skip
     agent: AgentNode | None = None
+    pulse: Pulse | None = None
     try:
         channel = LocalChannel(leader, dispatcher_id(0))
         identity = Identity(node=dispatcher_id(0), incarnation=0, token=token)
@@ -315,11 +337,18 @@ def _lead(arguments: DispatcherArguments, token: bytes, signals: _Signals) -> in
         address = leader.serve(arguments.control_address, token)
         if arguments.address_file is not None:
             _write_address(arguments.address_file, address)
-        while not leader.ended.wait(0.2):
+        pulse = _pulse(agent, settings, beat=False)
+        reported = False
+        while not leader.ended.wait(_LOOK_S):
+            if agent.ended.is_set() and not reported:
+                # Told to shut down: the last counters must be there before the summary is made.
+                reported = True
+                agent.report()
             if signals.asked.is_set():
                 leader.ended.set()
-        leader.ended.wait(_DRAIN_S)
     finally:
+        if pulse is not None:
+            pulse.stop()
         if agent is not None:
             agent.close()
         leader.close()
