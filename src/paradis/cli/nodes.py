@@ -33,6 +33,7 @@ class JobPlan:
         environ: environment to inherit.
         terminal: whether standard output is a terminal.
         script: path and arguments of the training script.
+        master_port: free TCP port for the script's own `torch.distributed`.
     """
 
     config: JobConfig
@@ -42,6 +43,7 @@ class JobPlan:
     environ: Mapping[str, str]
     terminal: bool
     script: tuple[str, ...]
+    master_port: int = 0
 
     @property
     def racks(self) -> tuple[str, ...]:
@@ -110,6 +112,9 @@ def worker_command(plan: JobPlan, rank: int, leader: str) -> NodeCommand:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": workers,
         "LOCAL_WORLD_SIZE": workers,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": _HERE,
+        "MASTER_PORT": str(plan.master_port),
         "PARADIS_DISPATCHERS": leader,
         "PARADIS_TOKEN_FILE": str(plan.run.token_file),
         "PARADIS_RACK": plan.rack_of_worker(rank),

@@ -6,11 +6,13 @@ Everything after the script's path belongs to the script, unchanged.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -21,7 +23,7 @@ from paradis.config import JobConfig, load_config
 from paradis.errors import ConfigError
 from paradis.runtime import descriptors
 from paradis.runtime.arguments import AgentConfig
-from paradis.runtime.child import standard_output
+from paradis.runtime.child import standard_streams
 from paradis.runtime.host_agent import HostAgent
 from paradis.runtime.rundir import RunDirectory
 
@@ -96,33 +98,27 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def _run(request: RunRequest, config: JobConfig, run: RunDirectory) -> int:
-    plan = JobPlan(
-        config=config,
-        run=run,
-        config_file=request.config_file,
-        overrides=request.overrides,
-        environ=os.environ,
-        terminal=sys.stdout.isatty(),
-        script=(request.script, *request.arguments),
-    )
     agent_config = AgentConfig(
         heartbeat_interval_s=config.communication.heartbeat_interval,
         grace_period_s=config.launch.grace_period,
         drain_timeout_s=config.launch.drain_timeout,
         connect_timeout_s=config.communication.rpc_timeout,
     )
-    token = run.make_token()
-    with HostAgent(agent_config, run, say=say, forward=standard_output()) as agent:
-        agent.start(dispatcher_command(plan, 0, ""))
-        address = agent.wait_for_leader(config.communication.join_timeout)
-        if address is not None:
-            agent.join_leader(address, token)
-            for index in range(1, config.topology.dispatchers):
-                agent.start(dispatcher_command(plan, index, address))
-            for index in range(config.topology.servers):
-                agent.start(server_command(plan, index, address))
-            for rank in range(config.topology.workers):
-                agent.start(worker_command(plan, rank, address))
+    with (
+        reserved_port() as port,
+        HostAgent(agent_config, run, say=say, forward=standard_streams()) as agent,
+    ):
+        plan = JobPlan(
+            config=config,
+            run=run,
+            config_file=request.config_file,
+            overrides=request.overrides,
+            environ=os.environ,
+            terminal=sys.stdout.isatty(),
+            script=(request.script, *request.arguments),
+            master_port=port,
+        )
+        _start(agent, plan)
         code = agent.watch()
     if agent.summary is not None:
         print_nodes(agent.summary.nodes)
@@ -130,6 +126,35 @@ def _run(request: RunRequest, config: JobConfig, run: RunDirectory) -> int:
         say(f"checkpoint of step {agent.checkpoint.step}: {agent.checkpoint.path}")
         say(f"to resume: {shlex.join(resume_command(request, agent.checkpoint.path))}")
     return code
+
+
+def _start(agent: HostAgent, plan: JobPlan) -> None:
+    """Start the leader, then everything else."""
+    token = plan.run.make_token()
+    agent.start(dispatcher_command(plan, 0, ""))
+    address = agent.wait_for_leader(plan.config.communication.join_timeout)
+    if address is None:
+        return
+    agent.join_leader(address, token)
+    topology = plan.config.topology
+    for index in range(1, topology.dispatchers):
+        agent.start(dispatcher_command(plan, index, address))
+    for index in range(topology.servers):
+        agent.start(server_command(plan, index, address))
+    for rank in range(topology.workers):
+        agent.start(worker_command(plan, rank, address))
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Hold a free TCP port of this host, so that no other job is given it.
+
+    It is bound but never listened on, so worker 0 can listen there (torch reuses addresses).
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def say(line: str) -> None:

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 import torch
 
 from paradis.config import load_config, shared_settings
 from paradis.errors import ConfigError, ParadisError
-from paradis.ids import NodeId
+from paradis.ids import NodeId, worker_id
 from paradis.roles.events import LeaveAsked
 from paradis.runtime import joining
 from paradis.runtime.local import LocalJob, make_worker
@@ -110,7 +111,7 @@ class Session:
             stream,
             self.settings,
             world_size=self.world_size,
-            transports=dict(joining.make_transports(self.settings, remote=remote)),
+            transports={**joining.make_transports(self.settings, remote=remote)},
         )
         stream.bind(self.node.post)
         self._pulse = joining.Pulse(
@@ -129,11 +130,14 @@ class Session:
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
             self._crashed = error
-            if isinstance(error, ParadisError):
+            with _error_stream(os.environ, self.rank) as stream, contextlib.redirect_stderr(stream):
+                if not isinstance(error, ParadisError):
+                    previous(kind, error, trace)
                 # Our errors say what to do; the way to them through our code says nothing.
-                print(f"paradis: error: {error.message}", file=sys.stderr, flush=True)
-            else:
-                previous(kind, error, trace)
+                elif self._agent:
+                    print(f"{kind.__module__}.{kind.__name__}: {error.message}", file=stream)
+                else:
+                    print(f"paradis: error: {error.message}", file=stream, flush=True)
 
         sys.excepthook = hook
 
@@ -157,6 +161,17 @@ class Session:
             self._job.close()
         else:
             self.node.close()
+
+
+def _error_stream(
+    environ: Mapping[str, str], rank: int
+) -> contextlib.AbstractContextManager[TextIO]:
+    """Return where an uncaught error goes: to the log alone where a launcher shows it."""
+    if "PARADIS_AGENT" in environ and "PARADIS_RUN_DIR" in environ:
+        log = Path(environ["PARADIS_RUN_DIR"]) / f"{worker_id(rank)}.log"
+        with contextlib.suppress(OSError):
+            return log.open("a", encoding="utf-8", errors="backslashreplace")
+    return contextlib.nullcontext(sys.stderr)
 
 
 def _with_local_checkpoints(settings: SharedSettings) -> SharedSettings:

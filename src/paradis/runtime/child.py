@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -27,7 +28,10 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _READ_BYTES: Final = 64 << 10
 _PUMP_TIMEOUT_S: Final = 1.0
 
-Forward = Callable[[bytes], None]
+_TAIL_BYTES: Final = 64 << 10
+
+Forward = Callable[[int, bytes], None]
+"""Takes what a node wrote to stream 1 or 2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +43,7 @@ class NodeCommand:
         argv: program and arguments.
         env: the whole environment.
         cwd: working directory.
-        forward: whether its standard output also goes to the terminal.
+        forward: whether its standard output and error also go to the terminal.
     """
 
     name: str
@@ -55,7 +59,7 @@ class Child:
     Args:
         command: what to run.
         log: file for standard output and error, appended to.
-        forward: takes standard output, from a thread of its own, when ``command.forward``.
+        forward: takes output, from a thread for each stream, when ``command.forward``.
     """
 
     def __init__(self, command: NodeCommand, log: Path, forward: Forward) -> None:
@@ -69,23 +73,31 @@ class Child:
                 [*bootstrap, *command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if command.forward else file,
-                stderr=file,
+                stderr=subprocess.PIPE if command.forward else file,
                 env=dict(command.env),
                 cwd=command.cwd,
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._pump: _Pump | None = None
-        if command.forward:
-            self._pump = _Pump(self._process, log, forward)
+        pipes = (self._process.stdout, self._process.stderr)
+        self._pumps = [
+            _Pump(pipe, log, functools.partial(forward, stream))
+            for stream, pipe in enumerate(pipes, 1)
+            if pipe is not None
+        ]
 
     def poll(self) -> bool:
         """Return whether the process has ended, and take its exit code."""
         if self.code is None:
             self.code = self._process.poll()
-            if self.code is not None and self._pump is not None:
-                self._pump.close()
+            if self.code is not None:
+                for pump in self._pumps:
+                    pump.close()
         return self.code is not None
+
+    def shown(self, text: str) -> bool:
+        """Return whether the ended node's text has gone to the terminal already."""
+        return any(text.encode() in pump.tail for pump in self._pumps)
 
     def terminate(self) -> None:
         """Send SIGTERM to the node itself, not to what it started."""
@@ -103,11 +115,15 @@ class Child:
 
 
 class _Pump:
-    """Copies a pipe to a log and to the terminal, until its end or `close`."""
+    """Copies a pipe to a log and to the terminal, until its end or `close`.
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, forward: Forward) -> None:
-        assert process.stdout is not None
-        self._pipe = process.stdout
+    Attributes:
+        tail: the last bytes copied.
+    """
+
+    def __init__(self, pipe: IO[bytes], log: Path, forward: Callable[[bytes], None]) -> None:
+        self.tail = b""
+        self._pipe = pipe
         self._log = log
         self._forward = forward
         self._stop_read, self._stop_write = os.pipe()
@@ -144,6 +160,7 @@ class _Pump:
         log.write(data)
         if data:
             self._forward(data)
+            self.tail = (self.tail + data)[-_TAIL_BYTES:]
         return bool(data)
 
 
@@ -187,18 +204,18 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
 
 
-def standard_output() -> Forward:
-    """Return a function that writes to standard output until nobody reads it any more.
+def standard_streams() -> Forward:
+    """Return a function that writes to standard output or error until nobody reads it any more.
 
-    It writes past Python's buffer, whose lock a blocked thread would hold at exit.
+    It writes past Python's buffers, whose locks a blocked thread would hold at exit.
     """
-    broken = threading.Event()
+    broken = {1: threading.Event(), 2: threading.Event()}
 
-    def forward(data: bytes) -> None:
+    def forward(stream: int, data: bytes) -> None:
         try:
-            while data and not broken.is_set():
-                data = data[os.write(sys.__stdout__.fileno(), data) :]  # type: ignore[union-attr]
-        except (OSError, ValueError, AttributeError):
-            broken.set()
+            while data and not broken[stream].is_set():
+                data = data[os.write(stream, data) :]
+        except OSError:
+            broken[stream].set()
 
     return forward

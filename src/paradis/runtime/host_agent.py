@@ -79,7 +79,7 @@ class HostAgent:
         config: deadlines.
         run: the run's directory.
         say: shows a line to the user.
-        forward: takes the forwarded standard output of a node, on another thread.
+        forward: takes forwarded output of a node, on other threads.
 
     Attributes:
         summary: the leader's last `Summary`, or None.
@@ -279,7 +279,9 @@ class HostAgent:
             self._send(NodeExited(node=child.name, code=0, text=f"ended on {name}"))
             return
         text = failure_text(child.log) if child.code else ""
-        failure = verdict.of_node(child.name, child.code, text, str(child.log))
+        failure = verdict.of_node(
+            child.name, child.code, text, str(child.log), seen=child.shown(text)
+        )
         if _role(child.name) == "dispatcher" and child.name != LEADER and not self._shutdown:
             # The leader decides: it goes on without a rack agent, or says this text as a failure.
             line = failure.message.partition("\n")[0]
@@ -287,6 +289,8 @@ class HostAgent:
             self._send(NodeExited(node=child.name, code=child.code, text=line))
             return
         self._send(NodeExited(node=child.name, code=child.code, text=text))
+        if child.name == LEADER and self._verdict.any:
+            return  # it said why before it ended
         if child.code:
             self._verdict.add(failure)
         elif _role(child.name) != "worker":

@@ -12,7 +12,13 @@ import msgspec
 
 from paradis import version
 from paradis.control.service import ControlServer, Session
-from paradis.errors import InternalError, JoinRefused, ParadisError, RemoteProtocolError
+from paradis.errors import (
+    InternalError,
+    JoinRefused,
+    ParadisError,
+    RemoteProtocolError,
+    from_name,
+)
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles.events import Event, ManifestWritten, PeerLost, Received
@@ -21,7 +27,7 @@ from paradis.runtime.driver import Driver
 from paradis.storage.checkpoint import prune, remove_incomplete
 from paradis.storage.manifest import Manifest, write_manifest
 from paradis.storage.metastore import MetaStore
-from paradis.wire.messages import ControlMessage, Join, Refused
+from paradis.wire.messages import ControlMessage, Failed, Join, Refused
 
 _log = logging.getLogger("paradis.leader")
 
@@ -140,6 +146,8 @@ class LeaderNode:
     def _carry(self, effect: fx.Effect) -> None:
         match effect:
             case fx.Send(target=node, message=ControlMessage() as message):
+                if isinstance(message, Failed) and self.error is None:
+                    self.error = from_name(message.error, message.text)
                 target = self._targets.get(node)
                 if target is not None:
                     target.send(message)

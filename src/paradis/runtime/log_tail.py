@@ -1,4 +1,4 @@
-"""What a failed node's log says: its last traceback with causes, or its last lines."""
+"""What a failed node's log says: its last error or traceback with causes, or its last lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Final
 _TAIL_BYTES: Final = 256 << 10
 _TEXT_CHARS_MAX: Final = 16 << 10
 _LINES: Final = 10
+_OURS: Final = ("paradis.errors.", "paradis: error: ")
 _HEADER: Final = "Traceback (most recent call last):"
 _CHAINED: Final = (
     "The above exception was the direct cause of the following exception:",
@@ -17,7 +18,10 @@ _CHAINED: Final = (
 
 
 def failure_text(log: Path) -> str:
-    """Return the last traceback of a log, else its last ten lines, else an empty string."""
+    """Return our error that a log ends with, else its last traceback, else its last ten lines.
+
+    Empty when there is no log.
+    """
     try:
         with log.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -25,7 +29,10 @@ def failure_text(log: Path) -> str:
             text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
-    return last_traceback(text) or "\n".join(text.rstrip().splitlines()[-_LINES:])
+    last = text.rstrip().splitlines()[-_LINES:]
+    if last and last[-1].startswith(_OURS):
+        return last[-1]
+    return last_traceback(text) or "\n".join(last)
 
 
 def last_traceback(text: str) -> str:

@@ -40,7 +40,7 @@ class Failure:
     exit_code: int
 
 
-def of_node(node: str, code: int, text: str, log: str) -> Failure:
+def of_node(node: str, code: int, text: str, log: str, *, seen: bool = False) -> Failure:
     """Judge a node that ended with an exit code other than 0, or too early.
 
     Args:
@@ -48,6 +48,7 @@ def of_node(node: str, code: int, text: str, log: str) -> Failure:
         code: exit code, or minus the signal's number.
         text: traceback or last lines of its log, may be empty.
         log: path of the log, as shown to the user.
+        seen: whether the text has gone to the terminal already.
     """
     who = f"{role_of(NodeId(node))} {index_of(NodeId(node))}"
     if code == 0:
@@ -56,7 +57,8 @@ def of_node(node: str, code: int, text: str, log: str) -> Failure:
         name = signal_name(-code)
         message = f"{who} was killed by signal {-code} ({name}); its log: {log}"
         return Failure(OWN_REASON, message, 128 - code)
-    shown = "".join(f"\n[{who}] {line}" for line in text.splitlines())
+    lines = [] if seen else text.splitlines()
+    shown = "".join(f"\n[{who}] {line}" for line in lines)
     last = text.rstrip().rpartition("\n")[2]
     message = f"{who} exited with code {code}; its log: {log}{shown}"
     kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else OWN_REASON
