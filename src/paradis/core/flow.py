@@ -206,24 +206,30 @@ class Ledger:
     def __init__(self, *, quota: int) -> None:
         self.quota = quota
         self.stored = 0
-        self._owed: dict[int, int] = {}
+        self._owed: dict[tuple[int, int], int] = {}
 
-    def on_stored(self, shard: int, size: int) -> bool:
-        """Count received bytes; return whether their credit goes back at once."""
+    def on_stored(self, shard: int, tag: int, size: int) -> bool:
+        """Count received bytes; return whether their credit goes back at once.
+
+        Args:
+            tag: what the pusher calls the push: of one shard an old one may be summed still while
+                a newer one is held.
+            size: bytes.
+        """
         self.stored += size
         if self.stored <= self.quota // 2:
             return True
-        self._owed[shard] = size
+        self._owed[shard, tag] = size
         return False
 
-    def on_released(self, shard: int, size: int) -> bool:
+    def on_released(self, shard: int, tag: int, size: int) -> bool:
         """Count released bytes; return whether credit that was withheld goes back now."""
         self.stored -= size
-        return self._owed.pop(shard, None) is not None
+        return self._owed.pop((shard, tag), None) is not None
 
-    def owes(self, shard: int) -> bool:
-        """Whether the credit of this shard is still withheld."""
-        return shard in self._owed
+    def owes(self, shard: int, tag: int) -> bool:
+        """Whether the credit of this push is still withheld."""
+        return (shard, tag) in self._owed
 
     def check(self) -> None:
         """Assert the invariant."""

@@ -23,12 +23,14 @@ class HeldShard:
         version: number of applied updates; pushes of step == version are collected.
         ticket: number of the sum being made, so that a late result of a dropped one is known.
         members: the ranks that the last sum was over, absent ones included.
+        pending: values that a worker changed, kept until all have committed: until then somebody
+            may still pull the present version.
         non_finite: first NaN or infinite element of the held sum, -1 if none.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "non_finite", "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent", "members")  # fmt: skip
+                 "sent", "members", "pending")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -44,6 +46,7 @@ class HeldShard:
         self.assign_step = -1
         self.sent: dict[int, int] | None = None
         self.members: tuple[int, ...] = ()
+        self.pending: ev.Received | None = None
 
     @property
     def passive(self) -> bool:
@@ -68,7 +71,7 @@ class HeldGroup:
         step: the step in progress; commits and norm requests are of this step.
         norms: rank -> its latest norm request of the step.
         squares: round of norm requests -> the answer; the last one only.
-        skipped: the last step that was skipped, -1 if none.
+        skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
     """
 
@@ -91,7 +94,7 @@ class HeldGroup:
         self.squares: dict[int, dict[int, float]] = {}
         self.since_ns = 0
         self.copying = self.copied = ""
-        self.skipped = -1
+        self.skipped = -2
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -221,11 +224,11 @@ class Receiver:
         ledger = self._ledger(event.source, group)
         if added.outcome in ("duplicate", "refused"):
             self._drop(event)
-            self._ack(event.source, push, credit=0 if ledger.owes(push.shard) else shard.nbytes)
+            self._ack(event.source, push, credit=0 if ledger.owes(push.shard, push.revision) else shard.nbytes)
         else:
             if added.outcome == "void" and not shard.collection.summing:
                 self._out.append(fx.ReleaseSum(push.shard))
-            now = ledger.on_stored(push.shard, shard.nbytes)
+            now = ledger.on_stored(push.shard, push.revision, shard.nbytes)
             self._ack(event.source, push, credit=shard.nbytes if now else 0)
         self._ask(group, shard, added.ask)
         self.advance(group, shard)
@@ -272,7 +275,7 @@ class Receiver:
             self._out.append(fx.Release(contribution.lease))
             pusher = self._pusher(contribution)
             ledger = self._ledger(pusher, group)
-            if ledger.on_released(shard.plan.shard, contribution.nbytes):
+            if ledger.on_released(shard.plan.shard, contribution.tag, contribution.nbytes):
                 self._send(pusher, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
                     shard=shard.plan.shard, step=shard.version, revision=contribution.tag,
@@ -369,7 +372,7 @@ class Receiver:
                 continue
             counted = shard.collection.revision_of(rank)
             if counted is not None:
-                owed = self._ledger(source, group).owes(shard.plan.shard)
+                owed = self._ledger(source, group).owes(shard.plan.shard, counted)
                 self._send(source, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
                     shard=shard.plan.shard, step=shard.version, revision=counted,
@@ -377,7 +380,21 @@ class Receiver:
                 ))  # fmt: skip
             wanted = commit.revisions.get(shard.plan.shard, 0)
             if shard.present_in(commit) and counted != wanted:
+                self._give_up_rack(group, shard, rank)
                 self._ask(group, shard, [rank])
+
+    def _give_up_rack(self, group: HeldGroup, shard: HeldShard, rank: int) -> None:
+        """All of a rack have committed and its sum does not come: its workers push directly.
+
+        So it is when a worker has lost the agent and has nothing to push: the agent waits for it.
+        """
+        rack_of = self.rack_of()
+        owner = rack_of.get(rank, -1)
+        if self._serves_racks and owner >= 0:
+            members = self.members(group)
+            mates = [r for r, o in rack_of.items() if o == owner and r in members]
+            if all(group.said(r) is not None for r in mates):
+                shard.collection.direct[owner] = None
 
     def adopt_view(self, view: msg.View) -> bool:
         """Take a newer view over; return whether it was newer."""

@@ -185,12 +185,15 @@ class ServerRole(Receiver):
         members = self.members(group) if current else self.view.members
         tree = restrict(self.view.tree, members)
         expected = self.sum_if_complete(group, shard, tree, len(members))
-        if not current or group.verdict not in ("apply", "skip") or shard.collection.summing:
+        if not current or group.verdict not in ("apply", "skip"):
             return
         commit = group.commits[members[0]]
+        # Before the sum is looked at: what it lacks may wait in the lane behind the assignment.
+        assigned = self._assign_first(group, shard, commit)
+        if not assigned or shard.collection.summing:
+            return
         if group.verdict == "skip" or all(v is None for v in expected.values()):
-            if self._assign_first(group, shard, commit):
-                self._finish(group, shard, unchanged=shard.plan.shard not in commit.changed)
+            self._finish(group, shard, unchanged=shard.plan.shard not in commit.changed)
             return
         if not shard.collection.is_good(expected):
             return
@@ -199,19 +202,23 @@ class ServerRole(Receiver):
             self._refuse(group, "NonFiniteGradient", f"step {group.step}: the mean gradient of "
                          f"{name} holds NaN or infinity")  # fmt: skip
             return
-        if self._assign_first(group, shard, commit):
-            shard.applying = True
-            present = tuple(
-                any(parameter_present(group.commits[r], s.parameter) for r in members)
-                for s in shard.plan.segments
-            )
-            options = group.options[shard.plan.options_group]
-            self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
-                                      commit.clip))  # fmt: skip
+        shard.applying = True
+        present = tuple(
+            any(parameter_present(group.commits[r], s.parameter) for r in members)
+            for s in shard.plan.segments
+        )
+        options = group.options[shard.plan.options_group]
+        self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
+                                  commit.clip))  # fmt: skip
 
     def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
         """Values that all workers changed alike go in before the update; True when they are in."""
-        return shard.plan.shard not in commit.changed or shard.assign_step == group.step
+        if shard.plan.shard not in commit.changed or shard.assign_step == group.step:
+            return True
+        event, shard.pending = shard.pending, None
+        if event is not None and isinstance(event.message, msg.Assign):
+            self._store(group, shard, event, event.message)
+        return False
 
     def _on_applied(self, event: ev.Applied) -> None:
         group, shard = self._by_shard[event.shard]
@@ -225,6 +232,9 @@ class ServerRole(Receiver):
         and the agent, if it lives, learns that the step is over.
         """
         direct = dict(shard.collection.direct)
+        if shard.pending is not None:
+            self._drop(shard.pending)
+            shard.pending = None
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
@@ -287,10 +297,17 @@ class ServerRole(Receiver):
             if shard.assigning is None:
                 self._send_assign_ack(event.source, message)
             return
-        if shard.assigning is not None:
+        if shard.assigning is not None or shard.pending is not None:
             self._drop(event)
-            return
-        shard.assigned = stamp
+        elif message.at_step and group.verdict not in ("apply", "skip"):
+            shard.pending = event
+        else:
+            self._store(group, shard, event, message)
+
+    def _store(
+        self, group: HeldGroup, shard: HeldShard, event: ev.Received, message: msg.Assign
+    ) -> None:
+        shard.assigned = (message.step, 1 << 30 if message.at_step else message.revision)
         shard.assigning = (event.source, message)
         self._out.append(fx.Store(group.index, message.shard, message.revision, event.lease,
                                   message.keys, message.dtypes, message.scalars))  # fmt: skip

@@ -98,7 +98,7 @@ class WorkerRole(WorkerValues):
                     )  # fmt: skip
                 )
             case msg.Announcement():
-                self._out.append(fx.Announce(message.level, message.text))
+                self._out.append(fx.Announce(message.level, message.text, once=True))
 
     def _on_view(self, view: msg.View) -> None:
         if self.view is not None and view.generation <= self.view.generation:

@@ -245,10 +245,6 @@ class Simulation:
             self._do(node, thing)
 
     def _do(self, node: SimNode, thing: Thing) -> None:
-        if isinstance(thing, ev.TimerFired):
-            if node.timers.get(thing.name) != self.now:
-                return  # a later one replaced it
-            del node.timers[thing.name]
         if not isinstance(thing, ev.Event):
             thing = thing()  # type: ignore[assignment]
         if isinstance(thing, ev.Event):

@@ -65,8 +65,7 @@ class SimNode:
             case fx.Send():
                 self._send(effect)
             case fx.SetTimer():
-                self.timers[effect.name] = effect.at_ns
-                self.sim.at(effect.at_ns, self, ev.TimerFired(effect.name))
+                self._set_timer(effect.name, effect.at_ns)
             case fx.Release():
                 self.memory.release(effect.lease)
             case fx.ReleaseSum():
@@ -82,6 +81,17 @@ class SimNode:
                 self.ended = True
             case _:
                 self.carry_own(effect)
+
+    def _set_timer(self, name: str, at_ns: int) -> None:
+        self.timers[name] = at_ns
+
+        def fire() -> ev.Event | None:
+            if self.timers.get(name) != at_ns:
+                return None  # a later one replaced it
+            del self.timers[name]
+            return ev.TimerFired(name)
+
+        self.sim.at(at_ns, self, fire)
 
     def carry_own(self, effect: fx.Effect) -> None:
         """Carry out an effect that only this kind of node has."""
@@ -203,6 +213,7 @@ class SummingNode(SimNode):
         held = list(self.storing)
         for _, shard in self.role._by_shard.values():
             held += [c.lease for c in (*shard.collection.held, *shard.collection.summing)]
+            held += [shard.pending.lease] if shard.pending is not None else []
         return held
 
 

@@ -124,7 +124,7 @@ class Script:
         self.worker.tell(ev.LeaveAsked())
 
     def _register(self, group: int, part: int) -> Steps:
-        """Register a part; worker 0 assigns its values, the others pull them."""
+        """Register a part; the lowest worker there assigns its values, the others pull them."""
         workload = self.worker.sim.workload
         parameters = specs(self.job.models[group], part, workload.dtype_name)
         yield self.think()
@@ -143,7 +143,10 @@ class Script:
             mine.gradients[shard.shard] = torch.zeros(shard.length, dtype=workload.dtype)
             mine.changes[shard.shard] = 0
         new = tuple(s.shard for s in plan.shards)
-        if self.rank == 0:
+        leaves = self.job.leaves
+        if self.rank == min(
+            r for r in range(self.job.workers) if leaves.get(r, self.job.steps) > self.step
+        ):
             for shard_id in new:
                 self.worker.sim.reference.start(shard_id, self.step, mine.values[shard_id])
             keys = (("value",), (workload.dtype_name,), {})
