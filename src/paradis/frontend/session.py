@@ -1,7 +1,7 @@
 """The training process's place in the job: joined once, left at exit.
 
-Under ``paradis run``, ``torchrun`` or Slurm the environment names the job; alone, the process runs a
-server of its own. A forked child (a data loader's) has no session: its hooks do nothing.
+Under ``paradis run``, ``torchrun`` or Slurm the environment names the job; alone, the process runs
+a server of its own. A forked child (a data loader's) has no session: its hooks do nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TextIO
 import torch
 
 from paradis.config import load_config, shared_settings
-from paradis.errors import ConfigError, ParadisError
+from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.ids import NodeId, worker_id
 from paradis.roles.events import LeaveAsked
 from paradis.runtime import joining
@@ -48,7 +48,6 @@ class Session:
         self._pid = os.getpid()
         self._job: LocalJob | None = None
         self._pulse: joining.Pulse | None = None
-        self._crashed: BaseException | None = None
         self._closed = False
         self._agent = "PARADIS_AGENT" in environ
         self.groups = 0
@@ -56,8 +55,8 @@ class Session:
             self._join(environ)
         elif self.world_size > 1:
             raise ConfigError(
-                f"WORLD_SIZE is {self.world_size} but PARADIS_DISPATCHERS is not set; start the job "
-                "with `paradis run`, or set PARADIS_DISPATCHERS to the control address of "
+                f"WORLD_SIZE is {self.world_size} but PARADIS_DISPATCHERS is not set; start the "
+                "job with `paradis run`, or set PARADIS_DISPATCHERS to the control address of "
                 "dispatcher 0 (and PARADIS_TOKEN_FILE)"
             )
         else:
@@ -105,13 +104,15 @@ class Session:
                 f"{welcome.world_size} workers; start as many as dispatcher 0 was told"
             )
         identity = Identity(node=NodeId(welcome.node), incarnation=welcome.incarnation, token=token)
-        remote = joining.is_remote(address)
+        transports: dict[str, object] = {
+            **joining.make_transports(self.settings, remote=joining.is_remote(address))
+        }
         self.node = make_worker(
             identity,
             stream,
             self.settings,
             world_size=self.world_size,
-            transports={**joining.make_transports(self.settings, remote=remote)},
+            transports=transports,
         )
         stream.bind(self.node.post)
         self._pulse = joining.Pulse(
@@ -124,22 +125,11 @@ class Session:
     def _watch_exit(self) -> None:
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forked)
-        previous = sys.excepthook
 
-        def hook(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            self._crashed = error
-            with _error_stream(os.environ, self.rank) as stream, contextlib.redirect_stderr(stream):
-                if not isinstance(error, ParadisError):
-                    previous(kind, error, trace)
-                # Our errors say what to do; the way to them through our code says nothing.
-                elif self._agent:
-                    print(f"{kind.__module__}.{kind.__name__}: {error.message}", file=stream)
-                else:
-                    print(f"paradis: error: {error.message}", file=stream, flush=True)
-
-        sys.excepthook = hook
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that joined."""
+        return os.getpid() != self._pid
 
     def _forked(self) -> None:
         self._closed = True
@@ -151,27 +141,22 @@ class Session:
         self._closed = True
         if self._pulse is not None:
             self._pulse.stop()
-        error = self._crashed
+        # Set by the interpreter when an exception ends the script, whatever hook shows it.
+        error: BaseException | None = getattr(sys, "last_value", None)
         if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
-        elif error is not None and not isinstance(error, ParadisError) and not self._agent:
-            text = f"worker {self.rank} raised {type(error).__name__}: {error}"
-            self.node.tell_leader(Failed(error="JobFailed", text=text))
+        elif error is not None and self.node.error is None and not self._agent:
+            self.node.tell_leader(_failure(self.rank, error))
         if self._job is not None:
             self._job.close()
         else:
             self.node.close()
 
 
-def _error_stream(
-    environ: Mapping[str, str], rank: int
-) -> contextlib.AbstractContextManager[TextIO]:
-    """Return where an uncaught error goes: to the log alone where a launcher shows it."""
-    if "PARADIS_AGENT" in environ and "PARADIS_RUN_DIR" in environ:
-        log = Path(environ["PARADIS_RUN_DIR"]) / f"{worker_id(rank)}.log"
-        with contextlib.suppress(OSError):
-            return log.open("a", encoding="utf-8", errors="backslashreplace")
-    return contextlib.nullcontext(sys.stderr)
+def _failure(rank: int, error: BaseException) -> Failed:
+    if isinstance(error, ParadisError):
+        return Failed(error=type(error).__name__, text=f"worker {rank}: {error.message}")
+    return Failed(error="JobFailed", text=f"worker {rank} raised {type(error).__name__}: {error}")
 
 
 def _with_local_checkpoints(settings: SharedSettings) -> SharedSettings:
@@ -191,8 +176,14 @@ def current() -> Session:
     Raises:
         ConfigError: the environment does not describe a job.
         PeerUnreachable, JoinRefused: the job cannot be joined.
+        StateError: this is a forked child of a worker, which must not join under its name.
     """
     global _session
+    if _session is not None and _session.forked:
+        raise StateError(
+            "paradis was called in a forked child of a worker, such as a data loader's; call it in "
+            "the process that called paradis.wrap"
+        )
     with _lock:
         if _session is None or not _session.alive:
             _session = Session(os.environ)
@@ -234,3 +225,36 @@ def _number(environ: Mapping[str, str], name: str, other: str, default: int) -> 
     if not text.isdecimal():
         raise ConfigError(f"{name} refused: expected a number from 0 on, got {text!r}; unset it")
     return int(text)
+
+
+# -------------------------------------------------------------------------- uncaught errors
+
+
+def _show_errors() -> None:
+    """Show an uncaught error of ours as one line: it says what to do, its traceback does not.
+
+    Under a launcher it goes to the node's log alone, for the launcher shows the first one.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with _error_stream(os.environ) as stream, contextlib.redirect_stderr(stream):
+            if not isinstance(error, ParadisError):
+                previous(kind, error, trace)
+            elif "PARADIS_AGENT" in os.environ:
+                print(f"{kind.__module__}.{kind.__name__}: {error.message}", file=stream)
+            else:
+                print(f"paradis: error: {error.message}", file=stream, flush=True)
+
+    sys.excepthook = hook
+
+
+def _error_stream(environ: Mapping[str, str]) -> contextlib.AbstractContextManager[TextIO]:
+    if "PARADIS_AGENT" in environ and environ.get("RANK", "").isdecimal():
+        log = Path(environ.get("PARADIS_RUN_DIR", "")) / f"{worker_id(int(environ['RANK']))}.log"
+        with contextlib.suppress(OSError):
+            return log.open("a", encoding="utf-8", errors="backslashreplace")
+    return contextlib.nullcontext(sys.stderr)
+
+
+_show_errors()

@@ -186,11 +186,15 @@ def _pulse(node: Node, settings: SharedSettings, *, beat: bool) -> Pulse:
 
 
 def _status(name: str, error: ParadisError | None, reason: str) -> int:
-    if error is not None:
-        logging.getLogger("paradis").error("%s: %s", name, error.message)
-        return 1
-    logging.getLogger("paradis").info("%s: done: %s", name, reason)
-    return 0
+    """Say how a node ended; return its exit status."""
+    if error is None:
+        logging.getLogger("paradis").info("%s: done: %s", name, reason)
+        return 0
+    # A host agent reads the class; a person who started the node by hand has no use for it.
+    agent = "PARADIS_AGENT" in os.environ
+    lead = f"paradis.errors.{type(error).__name__}:" if agent else "paradis: error:"
+    print(lead, error.message if agent else f"{name}: {error.message}", file=sys.stderr, flush=True)
+    return 1
 
 
 def data_addresses(settings: SharedSettings, listen: str) -> list[str]:

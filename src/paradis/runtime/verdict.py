@@ -2,7 +2,8 @@
 
 When one node fails the others soon complain as well: their peers are gone, the leader ended the
 job. Invariant: a node that failed for a reason of its own is shown before those complaints, and
-within a kind the first one is.
+within a kind the first one is; of our own errors, which the leader repeats to everybody, the one
+with the most to say (the worker concerned adds what it knows).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ _CONSEQUENCES: Final = tuple(
     for name, cls in error_classes().items()
     if issubclass(cls, JobFailed | UnavailableError)
 )
+_REPEATED: Final = tuple(f"paradis.errors.{name}:" for name in error_classes())
 
 OWN_REASON: Final = 0
-LEADER: Final = 1
-CONSEQUENCE: Final = 2
+REPEATED: Final = 1
+LEADER: Final = 2
+CONSEQUENCE: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Failure:
     """One failure.
 
     Attributes:
-        kind: ``OWN_REASON``, ``LEADER`` or ``CONSEQUENCE``; the least is shown.
+        kind: ``OWN_REASON``, ``REPEATED``, ``LEADER`` or ``CONSEQUENCE``; the least is shown.
         message: text for the user.
         exit_code: what the launcher returns.
     """
@@ -61,7 +64,9 @@ def of_node(node: str, code: int, text: str, log: str, *, seen: bool = False) ->
     shown = "".join(f"\n[{who}] {line}" for line in lines)
     last = text.rstrip().rpartition("\n")[2]
     message = f"{who} exited with code {code}; its log: {log}{shown}"
-    kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else OWN_REASON
+    kind = OWN_REASON
+    if last.startswith(_REPEATED):
+        kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else REPEATED
     return Failure(kind, message, code)
 
 
@@ -100,4 +105,7 @@ class Verdict:
 
     def first(self) -> Failure:
         """Return the failure to show; there must be one."""
-        return min(self._failures, key=lambda failure: failure.kind)
+        return min(
+            self._failures,
+            key=lambda f: (f.kind, -len(f.message) if f.kind == REPEATED else 0),
+        )
