@@ -57,7 +57,7 @@ class Outbox:
         self._ready: list[tuple[int, int]] = []
         self._unreturned: dict[int, int] = {}
         self._lane: list[Entry] = []
-        self._in_lane: dict[Entry, None] = {}
+        self._in_lane: dict[tuple[int, int], Entry] = {}
 
     def grow(self, reserve: int) -> None:
         """A later plan has a larger shard."""
@@ -130,40 +130,44 @@ class Outbox:
 
     # ------------------------------------------------------------------- lane
 
-    def lane_add(self, shard: int, kind: int = PUSH) -> None:
+    def lane_add(self, shard: int, place: int, kind: int = PUSH) -> None:
         """Queue a revised, resent or assigned shard; one already queued is not queued twice.
 
         One that is under way is queued again: what is on its way may be an older revision.
+
+        Args:
+            place: the shard's place in admission order, the same at all pushers and receivers.
         """
-        entry = (self._rank.get(shard, shard), kind, shard)
+        entry = (place, kind, shard)
         if entry not in self._lane:
             heapq.heappush(self._lane, entry)
 
     def lane_next(self) -> tuple[int, int] | None:
         """Take the next (shard, kind) of the lane: the lowest, if nothing lower is under way."""
-        if not self._lane or (self._in_lane and self._lane[0] > min(self._in_lane)):
+        if not self._lane:
+            return None
+        if self._in_lane and self._lane[0] > min(self._in_lane.values()):
             return None
         entry = heapq.heappop(self._lane)
-        self._in_lane[entry] = None
+        self._in_lane[entry[2], entry[1]] = entry
         return entry[2], entry[1]
 
     def lane_done(self, shard: int, kind: int = PUSH) -> None:
         """The receiver gave back what the shard took in the lane."""
-        self._in_lane.pop((self._rank.get(shard, shard), kind, shard), None)
+        self._in_lane.pop((shard, kind), None)
 
     def lane_drop(self, shard: int) -> None:
         """The shard is finished: forget its pushes in the lane, waiting or under way."""
-        entry = (self._rank.get(shard, shard), PUSH, shard)
-        self._in_lane.pop(entry, None)
-        if entry in self._lane:
-            self._lane.remove(entry)
+        self._in_lane.pop((shard, PUSH), None)
+        if any(e[1] == PUSH and e[2] == shard for e in self._lane):
+            self._lane = [e for e in self._lane if e[1] != PUSH or e[2] != shard]
             heapq.heapify(self._lane)
 
     def lane_again(self, kind: int) -> None:
         """Queue again what is under way and has no answer."""
-        for entry in [e for e in self._in_lane if e[1] == kind]:
-            del self._in_lane[entry]
-            self.lane_add(entry[2], kind)
+        for entry in [e for e in self._in_lane.values() if e[1] == kind]:
+            self.lane_done(entry[2], kind)
+            self.lane_add(entry[2], entry[0], kind)
 
     # ------------------------------------------------------------- inspection
 

@@ -176,7 +176,7 @@ class RackAgentRole(Receiver):
             shard.sent = dict(shard.collection.summed)
             self._acked.pop(shard.plan.shard, None)
             if box.settled(shard.plan.shard):
-                box.lane_add(shard.plan.shard)
+                box.lane_add(shard.plan.shard, shard.plan.priority)
             else:
                 box.ready(shard.plan.shard)
         self._pump(shard.plan.server, group, box)
@@ -201,7 +201,7 @@ class RackAgentRole(Receiver):
             if shard.sent is not None and shard.version == group.step:
                 box.settle(shard.plan.shard)
                 if shard.plan.shard not in box.holding and self._unacked(shard):
-                    box.lane_add(shard.plan.shard)
+                    box.lane_add(shard.plan.shard, shard.plan.priority)
 
     def _pump(self, server: str, group: HeldGroup, box: Outbox) -> None:
         if server not in self._up:
@@ -251,7 +251,7 @@ class RackAgentRole(Receiver):
         self._acked.pop(resend.shard, None)
         if shard.sent is not None and shard.collection.summed is not None:
             box = self._box(group, shard)
-            box.lane_add(resend.shard)
+            box.lane_add(resend.shard, shard.plan.priority)
             self._pump(shard.plan.server, group, box)
 
     def _on_stale(self, source: NodeId, stale: msg.Stale) -> None:
@@ -331,7 +331,7 @@ class RackAgentRole(Receiver):
                         box.returned(shard.plan.shard)
                     if box.settled(shard.plan.shard):
                         box.lane_drop(shard.plan.shard)
-                        box.lane_add(shard.plan.shard)
+                        box.lane_add(shard.plan.shard, shard.plan.priority)
             if not peer:
                 self._probe(group, box)
             self._pump(server, group, box)
@@ -349,7 +349,7 @@ class RackAgentRole(Receiver):
     def _on_peer_lost(self, event: ev.PeerLost) -> None:
         self._up.pop(event.peer, None)
         if event.control:
-            self._out.append(fx.End(f"the leading dispatcher is gone: {event.reason}"))
+            self._out.append(fx.Fail("PeerUnreachable", f"the leading dispatcher is gone: {event.reason}"))
         elif self.view is not None and event.peer in self.view.addresses:
             self._out.append(fx.Connect({event.peer: self.view.addresses[event.peer]}))
 

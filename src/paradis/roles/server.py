@@ -62,7 +62,7 @@ class ServerRole(Receiver):
             case ev.TimerFired():
                 self._on_timer(event.name, now_ns)
             case ev.PeerLost(control=True):
-                self._out.append(fx.End(f"the leading dispatcher is gone: {event.reason}"))
+                self._out.append(fx.Fail("PeerUnreachable", f"the leading dispatcher is gone: {event.reason}"))
             case ev.EffectFailed():
                 self._fail_job(event.error, f"{self.node}: {event.what}: {event.text}")
         return self._out
@@ -269,6 +269,7 @@ class ServerRole(Receiver):
         if found is None:
             return
         group, shard = found
+        group.catch_up(pull.step)
         if not shard.initialized:
             if all(s != source for s, _ in shard.pulls):
                 shard.pulls.append((source, pull))  # bounded by the number of workers

@@ -207,7 +207,7 @@ class WorkerRole(WorkerValues):
         if not group.closed:
             shard.void = True  # the bytes may have moved on: push again when step() is called
         elif shard.present and (not group.committed or shard.plan.shard in group.waiting):
-            box.lane_add(shard.plan.shard)
+            box.lane_add(shard.plan.shard, shard.plan.priority)
 
     def _on_peer_lost(self, event: ev.PeerLost) -> None:
         if event.control:

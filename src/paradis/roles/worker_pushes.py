@@ -84,7 +84,7 @@ class WorkerPushes:
         if shard.sent:
             self._push_again(group, shard)
         elif shard.ready:
-            box.lane_add(shard.plan.shard)
+            box.lane_add(shard.plan.shard, shard.plan.priority)
 
     # ------------------------------------------------------------------ window
 
@@ -123,7 +123,7 @@ class WorkerPushes:
         shard.ready = True
         if shard.detour or box.settled(shard.plan.shard):
             shard.detour = True
-            box.lane_add(shard.plan.shard)
+            box.lane_add(shard.plan.shard, shard.plan.priority)
         else:
             box.ready(shard.plan.shard)
 
@@ -174,7 +174,7 @@ class WorkerPushes:
             self._make_ready(group, shard)
         elif not shard.sent and self._begin(group, shard.target).settled(shard_id):
             shard.detour = True  # absent at an earlier closing of this step, present again
-            self._begin(group, shard.target).lane_add(shard_id)
+            self._begin(group, shard.target).lane_add(shard_id, shard.plan.priority)
         shard.void = False
 
     def _push_again(self, group: Group, shard: Shard) -> None:
@@ -184,7 +184,7 @@ class WorkerPushes:
             if shard.sent:  # else it is queued, and will go out with its present revision
                 box = self._begin(group, shard.target)
                 box.settle(shard.plan.shard)
-                box.lane_add(shard.plan.shard)
+                box.lane_add(shard.plan.shard, shard.plan.priority)
         elif shard.sent:
             shard.void = True
 

@@ -40,7 +40,7 @@ class WorkerValues(WorkerPushes):
 
     def _queue_assign(self, group: Group, shard: Shard, assignment: Assignment) -> None:
         shard.assign = assignment
-        self._begin(group, shard.server).lane_add(shard.plan.shard, ASSIGN)
+        self._begin(group, shard.server).lane_add(shard.plan.shard, shard.plan.priority, ASSIGN)
 
     def _send_assign(self, group: Group, shard: Shard) -> None:
         assert shard.assign is not None
