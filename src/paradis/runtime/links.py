@@ -25,8 +25,72 @@ _RETRY_S = 0.2
 Place = Callable[[NodeId, FrameHeader], Placed]
 
 
+class _Link:
+    """One connection and the `Sink` of what arrives on it.
+
+    It remembers what was sent and not yet reported as sent: a link that is lost never reports.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._lock = threading.Lock()
+        self._unsent: dict[int, Callable[[], None]] = {}
+        self._number = 0
+        self.connection: Connection | None = None
+
+    def send(
+        self,
+        message: DataMessage,
+        buffers: Sequence[memoryview],
+        on_sent: Callable[[], None] | None,
+    ) -> None:
+        """Queue a frame; ``on_sent`` is called in any case, once, sooner or later."""
+        connection = self.connection
+        assert connection is not None
+        report = None if on_sent is None else self._remember(on_sent)
+        try:
+            connection.send(message, buffers, report)
+        except PeerUnreachable:
+            if report is not None:
+                report()
+
+    def _remember(self, on_sent: Callable[[], None]) -> Callable[[], None]:
+        with self._lock:
+            self._number += 1
+            number = self._number
+            self._unsent[number] = on_sent
+
+        def report() -> None:
+            with self._lock:
+                call = self._unsent.pop(number, None)
+            if call is not None:
+                call()
+
+        return report
+
+    def place(self, peer: NodeId, header: FrameHeader) -> Placement:
+        """Name memory for a payload (see `transport.base.Sink`)."""
+        return self._links.name_memory(peer, header)
+
+    def deliver(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
+        """Turn a frame into an event."""
+        self._links.take(peer, message, placement)
+
+    def lost(self, peer: NodeId, reason: str) -> None:
+        """Turn the end of the connection into an event."""
+        self.give_up()
+        self._links.lost(peer, self, reason)
+
+    def give_up(self) -> None:
+        """Report as sent what never will be: the memory is free again."""
+        with self._lock:
+            calls, self._unsent = list(self._unsent.values()), {}
+        for call in calls:
+            call()
+
+
 class Links:
-    """The data plane of one node. It is the `Sink` of all its connections.
+    """The data plane of one node.
 
     Args:
         identity: own name and the job's token.
@@ -51,7 +115,7 @@ class Links:
         self._post = post
         self._counters = counters
         self._lock = threading.Lock()
-        self._links: dict[NodeId, Connection] = {}
+        self._links: dict[NodeId, _Link] = {}
         self._pending: dict[NodeId, None] = {}
         self._listeners: list[Listener] = []
         self._stopped = threading.Event()
@@ -70,16 +134,19 @@ class Links:
             self._listeners.append(transport.listen(address, self.identity, self._accept))
         return tuple(a for listener in self._listeners for a in listener.addresses)
 
-    def _accept(self, connection: Connection) -> Links:
-        self._adopt(connection)
-        return self
+    def _accept(self, connection: Connection) -> _Link:
+        link = _Link(self)
+        self._adopt(link, connection)
+        return link
 
-    def _adopt(self, connection: Connection) -> None:
+    def _adopt(self, link: _Link, connection: Connection) -> None:
+        link.connection = connection
         with self._lock:
             old = self._links.get(connection.peer)
-            self._links[connection.peer] = connection
-        if old is not None:
-            old.close()
+            self._links[connection.peer] = link
+        if old is not None and old.connection is not None:
+            old.connection.close()
+            old.give_up()
         self._post(PeerUp(connection.peer))
 
     def connect(self, addresses: Mapping[NodeId, Sequence[str]]) -> None:
@@ -97,12 +164,13 @@ class Links:
     def _connect(self, peer: NodeId, choices: tuple[str, ...]) -> None:
         reason = f"it has no address that this host can use: {choices}"
         connection: Connection | None = None
+        link = _Link(self)
         for scheme in self._transports:
             for address in choices:
                 if address.partition("://")[0] != scheme or connection is not None:
                     continue
                 try:
-                    connection = self._transports[scheme].connect(address, self.identity, self)
+                    connection = self._transports[scheme].connect(address, self.identity, link)
                 except ParadisError as error:
                     reason = error.message
         with self._lock:
@@ -113,7 +181,7 @@ class Links:
         elif self._stopped.is_set():
             connection.close()
         else:
-            self._adopt(connection)
+            self._adopt(link, connection)
 
     # -------------------------------------------------------------- sending
 
@@ -125,27 +193,23 @@ class Links:
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Queue a frame; without a connection it is dropped, for roles send again what matters."""
-        connection = self._links.get(target)
-        if connection is None:
+        link = self._links.get(target)
+        if link is None:
             if on_sent is not None:
                 on_sent()
             return
         nbytes = sum(len(b) for b in buffers)
         self._counters.add("data_bytes_out", nbytes + HEADER_BYTES)
         self._counters.add("payload_bytes_out", nbytes)
-        try:
-            connection.send(message, buffers, on_sent)
-        except PeerUnreachable:
-            if on_sent is not None:
-                on_sent()
+        link.send(message, buffers, on_sent)
 
     # ------------------------------------------------------------ receiving
 
-    def place(self, peer: NodeId, header: FrameHeader) -> Placement:
-        """Name memory for a payload (see `transport.base.Sink`)."""
+    def name_memory(self, peer: NodeId, header: FrameHeader) -> Placed:
+        """Name memory for a payload."""
         return self._place(peer, header)
 
-    def deliver(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
+    def take(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
         """Turn a frame into an event."""
         lease = 0
         nbytes = 0
@@ -157,13 +221,15 @@ class Links:
         self._counters.add("payload_bytes_in", nbytes)
         self._post(Received(peer, message, lease))
 
-    def lost(self, peer: NodeId, reason: str) -> None:
-        """Turn the end of a connection into an event."""
-        with self._lock:
-            connection = self._links.pop(peer, None)
+    def lost(self, peer: NodeId, link: _Link, reason: str) -> None:
+        """Turn the end of a connection into an event, unless a newer one has taken its place."""
         if self.on_lost is not None:
             self.on_lost(peer)
-        if connection is not None and not self._stopped.is_set():
+        with self._lock:
+            current = self._links.get(peer) is link
+            if current:
+                del self._links[peer]
+        if current and not self._stopped.is_set():
             _log.info("%s lost its link to %s: %s", self.identity.node, peer, reason)
             self._post(PeerLost(peer, reason))
 
@@ -174,6 +240,7 @@ class Links:
             links = list(self._links.values())
             self._links.clear()
         for link in links:
-            link.close()
+            if link.connection is not None:
+                link.connection.close()
         for listener in self._listeners:
             listener.close()
