@@ -42,19 +42,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if given[:1] == ["run"]:
-            return run.run_command(given[1:])
-        arguments = _parser("".join(given[:1])).parse_args(given)
-        command: Callable[[argparse.Namespace], int] = arguments.run
-        return command(arguments)
+        code = _call(given)
+        sys.stdout.flush()
+        return code
     except ParadisError as error:
         print(f"paradis: error: {error.message}", file=sys.stderr, flush=True)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `paradis ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_FAILED
+    except OSError as error:
+        _drop_output()
+        where = f": {error.filename}" if error.filename else ""
+        print(f"paradis: error: {error.strerror}{where}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+
+
+def _call(given: list[str]) -> int:
+    if given[:1] == ["run"]:
+        return run.run_command(given[1:])
+    arguments = _parser("".join(given[:1])).parse_args(given)
+    command: Callable[[argparse.Namespace], int] = arguments.run
+    return command(arguments)
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere: the interpreter would fail on it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:

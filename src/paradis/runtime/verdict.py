@@ -20,7 +20,7 @@ _CONSEQUENCES: Final = tuple(
     for name, cls in error_classes().items()
     if issubclass(cls, JobFailed | UnavailableError)
 )
-_REPEATED: Final = tuple(f"paradis.errors.{name}:" for name in error_classes())
+_OURS: Final = ("paradis: error: ", *(f"paradis.errors.{name}:" for name in error_classes()))
 
 OWN_REASON: Final = 0
 REPEATED: Final = 1
@@ -60,14 +60,25 @@ def of_node(node: str, code: int, text: str, log: str, *, seen: bool = False) ->
         name = signal_name(-code)
         message = f"{who} was killed by signal {-code} ({name}); its log: {log}"
         return Failure(OWN_REASON, message, 128 - code)
+    if text.startswith(_OURS) and "\n" not in text:
+        return _of_ours(who, code, text, log)
     lines = [] if seen else text.splitlines()
     shown = "".join(f"\n[{who}] {line}" for line in lines)
     last = text.rstrip().rpartition("\n")[2]
     message = f"{who} exited with code {code}; its log: {log}{shown}"
-    kind = OWN_REASON
-    if last.startswith(_REPEATED):
-        kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else REPEATED
+    # Not uncaught by our hook: the script caught it, or raised another because of it.
+    kind = CONSEQUENCE if last.startswith(_CONSEQUENCES) else OWN_REASON
     return Failure(kind, message, code)
+
+
+def _of_ours(who: str, code: int, text: str, log: str) -> Failure:
+    """Judge a node that ended with an error of ours, which is one line."""
+    lead, _, rest = text.partition(": ")
+    if lead == "paradis":  # "paradis: error: ...", of a command that could not start
+        return Failure(OWN_REASON, f"{who}: {rest.removeprefix('error: ')}; its log: {log}", code)
+    kind = CONSEQUENCE if text.startswith(_CONSEQUENCES) else REPEATED
+    name = lead.removeprefix("paradis.errors.")
+    return Failure(kind, f"{who}: {rest} ({name}); its log: {log}", code)
 
 
 def of_leader(error: str, text: str) -> Failure:

@@ -1,0 +1,124 @@
+"""The machine around a job: data loaders, ports, descriptors, other jobs beside it."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+LOADERS = """
+from torch.utils.data import DataLoader, Dataset
+
+def sockets():
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            found.add(link)
+    return found
+
+before = sockets()
+
+class Data(Dataset):
+    def __init__(self, dies=False): self.dies = dies
+    def __len__(self): return 6
+    def __getitem__(self, index):
+        if self.dies and index == 4: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            paradis.wrap(*build())
+        except paradis.errors.StateError:
+            refused = 1
+        return torch.full((8, 8), float(index)), len(sockets() - before), refused
+
+def batches(**options):
+    loader = DataLoader(Data(**options), batch_size=None, num_workers=2, persistent_workers=True,
+                        multiprocessing_context="fork", timeout=60)
+    for _ in range(2):
+        yield from loader
+
+def before_step(step, model, optimizer):
+    if step != 2: return
+    assert len(sockets() - before) > 1
+    held = [int(open_sockets) for _, open_sockets, _ in batches()]
+    tell("held", rank, *held)
+
+def train_on():
+    for x, _, _ in batches(dies=True):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_forking_data_loaders_hold_nothing_of_ours_and_show_their_own_error(cluster: Any) -> None:
+    script = cluster.write(LOADERS)
+    script.write_text(script.read_text() + "train_on()\n")
+    job = cluster.start("run", "--workers", "2", "train.py")
+    held = cluster.told("held", 2)
+    code, err = job.end()
+    assert [words[2:] for words in held] == [["0"] * 12] * 2
+    assert code == 1
+    assert err.count("RuntimeError: DataLoader worker (pid") == 1, err
+    assert "is killed by signal: Killed" in err
+    cluster.assert_clean()
+
+
+BESIDE = """
+import torch.distributed as distributed
+distributed.init_process_group("gloo")
+value = torch.ones(1)
+distributed.all_reduce(value)
+tell("sum", int(value.item()))
+print("a bar \\r", end="", file=sys.stderr, flush=True)
+
+def before_step(step, model, optimizer):
+    if step == 2:
+        tell("at", rank, os.environ["PARADIS_DISPATCHERS"])
+        with open(os.environ["GATE"]) as gate: gate.read()
+"""
+
+
+def test_two_jobs_at_once_with_default_options(cluster: Any) -> None:
+    """Both are in the middle of training when one is stopped; the other goes on to its end."""
+    cluster.write(BESIDE)
+    with cluster.gate() as gate:
+        jobs = [
+            cluster.start("run", "--workers", "2", "train.py", env={"GATE": gate.path})
+            for _ in range(2)
+        ]
+        told = cluster.told("at", 4)
+        assert len({words[2] for words in told}) == 2
+        jobs[0].signal(signal.SIGTERM)
+        code, err = jobs[0].end()
+        assert code == 128 + signal.SIGTERM, err
+        gate.open()
+        code, err = jobs[1].end()
+    assert code == 0, err
+    assert "a bar" in err
+    assert len(set(cluster.digests(2))) == 1
+    assert cluster.told("sum", 4) == [["sum", "2"]] * 4
+    cluster.assert_clean()
+
+
+COUNTS = """
+def before_step(step, model, optimizer):
+    if step in (5, 199):
+        tell("open", step, rank, len(os.listdir("/proc/self/fd")))
+"""
+
+
+def test_256_descriptors_are_enough_and_their_number_does_not_grow(cluster: Any) -> None:
+    """4 workers; the case asks for 8, which takes a minute to start and holds no more per node."""
+    cluster.write(COUNTS)
+    counts = ("--workers", "4", "--servers", "3", "--dispatchers", "2", "--racks", "2")
+    limit = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
+    code, err = cluster.run(*counts, "train.py", prefix=limit, env={"STEPS": "200"})
+    assert code == 0, err
+    told = cluster.told("open", 8)
+    early, late = (
+        {words[2]: int(words[3]) for words in told if words[1] == step} for step in ("5", "199")
+    )
+    assert early == late
+    assert len(set(cluster.digests(4))) == 1
