@@ -36,6 +36,7 @@ class _Link:
         self._lock = threading.Lock()
         self._unsent: dict[int, Callable[[], None]] = {}
         self._number = 0
+        self._placed: Placed | None = None
         self.connection: Connection | None = None
 
     def send(
@@ -70,15 +71,20 @@ class _Link:
 
     def place(self, peer: NodeId, header: FrameHeader) -> Placement:
         """Name memory for a payload (see `transport.base.Sink`)."""
-        return self._links.name_memory(peer, header)
+        self._placed = self._links.name_memory(peer, header)
+        return self._placed
 
     def deliver(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
         """Turn a frame into an event."""
+        self._placed = None
         self._links.take(peer, message, placement)
 
     def lost(self, peer: NodeId, reason: str) -> None:
         """Turn the end of the connection into an event."""
         self.give_up()
+        if self._placed is not None:
+            self._links.abandon(self._placed)  # it broke in the middle of a payload
+            self._placed = None
         self._links.lost(peer, self, reason)
 
     def give_up(self) -> None:
@@ -96,6 +102,7 @@ class Links:
         identity: own name and the job's token.
         transports: by scheme, in order of preference.
         place: names memory for a payload.
+        abandon: takes memory back whose payload will never be whole.
         post: takes events.
         counters: bytes in and out are counted there.
     """
@@ -106,12 +113,14 @@ class Links:
         transports: Mapping[str, Transport],
         *,
         place: Place,
+        abandon: Callable[[Placed], None],
         post: Callable[[Event], None],
         counters: Counters,
     ) -> None:
         self.identity = identity
         self._transports = transports
         self._place = place
+        self.abandon = abandon
         self._post = post
         self._counters = counters
         self._lock = threading.Lock()

@@ -71,7 +71,12 @@ class Node:
         self._announced: dict[str, None] = {}
         self.driver = Driver(identity.node, role, self.carry, self.fail)
         self.links = Links(
-            identity, transports, place=self.place, post=self.driver.post, counters=self.counters
+            identity,
+            transports,
+            place=self.place,
+            abandon=self.abandon,
+            post=self.driver.post,
+            counters=self.counters,
         )
 
     def post(self, event: Event) -> None:
@@ -81,6 +86,11 @@ class Node:
     def place(self, peer: NodeId, header: FrameHeader) -> Placed:
         """Name memory for an incoming payload; subclasses know better than leasing."""
         return self.arena.place(header.payload_bytes)
+
+    def abandon(self, placed: Placed) -> None:
+        """Take back the memory of a payload whose link broke in the middle."""
+        if placed.lease > 0:
+            self.arena.release(placed.lease)
 
     # ------------------------------------------------------------- effects
 
