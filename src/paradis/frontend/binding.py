@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend.collector import Collector
+from paradis.frontend.naming import Named, layout_of, name_parameters
 from paradis.frontend.session import Session
+from paradis.frontend.watch import ModelWatch
 from paradis.numerics.elementwise import options_of
-from paradis.numerics.memory_order import flat_view
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
+from paradis.roles.worker_state import Assignment
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
 from paradis.storage.manifest import (
     Manifest,
@@ -31,21 +32,6 @@ if TYPE_CHECKING:
     from paradis.frontend.optimizer import WrappedOptimizer
 
 _MARGIN_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A tensor to register, and where it hangs in the model.
-
-    Attributes:
-        holder: the dictionary of its module that holds it, to see when it is replaced.
-        key: its key there.
-    """
-
-    spec: msg.ParameterSpec
-    tensor: torch.Tensor
-    holder: dict[str, Any] | None = None
-    key: str = ""
 
 
 class Binding:
@@ -66,7 +52,8 @@ class Binding:
         self.restored: dict[str, msg.Scalar] | None = None
         self._parts = 0
         self._named: list[Named] = []
-        self._known: dict[int, None] = {}
+        self._trained: dict[int, None] = {}
+        self._watch = ModelWatch(model)
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self.collector = Collector(self.memory, self._ready, debug=session.settings.debug_gradients)
@@ -81,6 +68,11 @@ class Binding:
         """Return the ranks that take part."""
         view = self.session.node.worker_role.view
         return view.members if view is not None else (self.session.rank,)
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker's values and optimizer state are the ones that count."""
+        return min(self.members()) == self.session.rank
 
     def _ready(self, shard: int) -> None:
         if self.session.alive:
@@ -128,7 +120,9 @@ class Binding:
         """
         self._named.extend(named)
         self.memory.tensors.extend(BoundTensor(n.spec.name, n.tensor) for n in named)
-        self._known.update(dict.fromkeys(id(n.tensor) for n in named))
+        trained = [n.tensor for n in named if n.spec.options_group >= 0]
+        self._trained.update(dict.fromkeys(map(id, trained)))
+        self._watch.add(trained)
         request = msg.Register(
             rank=self.session.rank,
             group=self.group,
@@ -153,8 +147,7 @@ class Binding:
             give: sends this worker's values of the shards to the servers.
         """
         shards = tuple(s.shard for s in plan.shards if s.length)
-        first = min(self.members()) == self.session.rank
-        if first and not plan.restore:
+        if self.first and not plan.restore:
             give(shards)
             for shard in shards:
                 self.memory.installed(shard)
@@ -163,18 +156,18 @@ class Binding:
 
     def extend(self, optimizer: WrappedOptimizer) -> None:
         """Register parameters that ``add_param_group`` added."""
-        from paradis.frontend.naming import name_parameters
-
         index = len(optimizer.param_groups) - 1
         added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)
-        added = [n for n in added if id(n.tensor) not in self._known]
+        added = [n for n in added if id(n.tensor) not in self._trained]
         options = [options_of(g) for g in optimizer.param_groups]
         plan = self.register(added, options, step=self.steps_done)
         self.initialize(plan, give=self.give_values)
 
     def give_values(self, shards: Sequence[int]) -> None:
         """Send the present values of shards to the servers and wait until they have them."""
-        entries = {s: (("value",), (self.memory.shards[s].plan.dtype,), {}) for s in shards}
+        entries: dict[int, Assignment] = {
+            s: (("value",), (self.memory.shards[s].plan.dtype,), {}) for s in shards
+        }
         self.ask("assign", ev.AssignAsked(self.group, entries))
 
     # ---------------------------------------------------------------- checks
@@ -188,20 +181,32 @@ class Binding:
         error = self.session.node.error
         if error is not None:
             raise error
+        name = self._watch.replaced()
+        if name:
+            raise ConfigError(
+                f"step refused: {name} was replaced after paradis.wrap, so the new tensor would "
+                "never train; change it in place (p.data.copy_), or build the model first and "
+                "wrap it then"
+            )
         for named, bound in zip(self._named, self.memory.tensors, strict=True):
             tensor = named.tensor
-            if named.holder is not None and named.holder.get(named.key) is not tensor:
-                raise ConfigError(
-                    f"step refused: {bound.name} was replaced after paradis.wrap, so the new tensor "
-                    "would never train; change it in place (p.data.copy_), or build the model "
-                    "first and wrap it then"
-                )
             if tensor.dtype != bound.dtype or tensor.shape != bound.shape:
                 raise ConfigError(
-                    f"step refused: {bound.name} is {tensor.dtype} {tuple(tensor.shape)} now, but was "
-                    f"{bound.dtype} {tuple(bound.shape)} at paradis.wrap; convert the model before "
-                    "wrapping it"
+                    f"step refused: {bound.name} is {tensor.dtype} {tuple(tensor.shape)} now, but "
+                    f"was {bound.dtype} {tuple(bound.shape)} at paradis.wrap; convert the model "
+                    "before wrapping it"
                 )
+            if tensor.stride() != bound.stride:
+                self._check_layout(named, bound)
+
+    @staticmethod
+    def _check_layout(named: Named, bound: BoundTensor) -> None:
+        if layout_of(named.tensor) != named.spec.strides:
+            raise ConfigError(
+                f"step refused: {bound.name} has strides {tuple(bound.tensor.stride())} now, but "
+                f"had {bound.stride} at paradis.wrap; choose the memory format before wrapping the "
+                "model"
+            )
 
     # ----------------------------------------------------------- checkpoints
 
@@ -251,10 +256,3 @@ def _restore_options(manifest: Manifest, optimizer: torch.optim.Optimizer) -> No
         for key, value in options.items():
             restored = tuple(value) if isinstance(value, list) else value
             group[key] = restored
-
-
-def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides if its memory order is not the row-major one, else ()."""
-    if tensor.is_contiguous() or flat_view(tensor) is None or tensor.device.type != "cpu":
-        return ()
-    return tuple(tensor.stride())

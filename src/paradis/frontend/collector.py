@@ -1,8 +1,9 @@
 """Hands gradients over as backward produces them, and finds out which count in the end.
 
-A hook per parameter (`torch.Tensor.register_post_accumulate_grad_hook`) hands a shard over when all
-its parameters have fired. That push is tentative: a gradient is what it was when handed over if it is
-the same tensor with the same version counter. ``step()`` compares, and hands over what is missing.
+A hook per parameter (`torch.Tensor.register_post_accumulate_grad_hook`) hands a shard over when
+all its parameters have fired. That push is tentative: a gradient is what it was when handed over if
+it is the same tensor with the same version counter. ``step()`` compares, and hands over what is
+missing.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ class Collector:
 
     Attributes:
         pushing: hooks hand over; off under ``no_sync``.
-        deferred: pushes start in ``step()``: a GradScaler is in use, or the script changes most
-            gradients after backward (clips them, say).
+        deferred: pushes start in ``step()``: in the first step, where a GradScaler may be in use
+            (what it unscales bumps no version counter), from then on if one is, and where the
+            script changes most gradients after backward (clips them, say).
+        rewritten: the script itself changed a gradient after the last backward of this step.
     """
 
     def __init__(
@@ -52,8 +55,11 @@ class Collector:
         self._ready = ready
         self._debug = debug
         self.pushing = True
-        self.deferred = False
+        self.deferred = True
+        self.rewritten = False
+        self._scaled = False
         self._revised_steps = 0
+        self._again: dict[int, None] = {}
         self._handed: list[Handed | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
@@ -79,13 +85,16 @@ class Collector:
             if index in self._hooks or not self._shards_of[index]:
                 continue
             if bound.tensor.requires_grad and bound.tensor.is_leaf:
-                self._hooks[index] = bound.tensor.register_post_accumulate_grad_hook(
-                    self._make_hook(index)
+                hook = self._make_hook(index)
+                self._hooks[index] = bound.tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    hook
                 )
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
-            if self.pushing and not self.deferred and self._handed[index] is None:
+            if self._handed[index] is not None:
+                self._again[index] = None
+            elif self.pushing and not self.deferred:
                 self._hand_over(index)
 
         return hook
@@ -96,8 +105,20 @@ class Collector:
             handle.remove()
         self._hooks.clear()
 
+    def end_step(self, *, scaled: bool) -> None:
+        """Decide when the next step's pushes start, and begin it.
+
+        Args:
+            scaled: a GradScaler was used in this step.
+        """
+        self._scaled = self._scaled or scaled
+        self.deferred = self._scaled or self._revised_steps >= _REVISED_STEPS_MAX
+        self.reset()
+
     def reset(self) -> None:
         """Begin a step."""
+        self.rewritten = False
+        self._again = {}
         self._handed = [None] * len(self._memory.tensors)
         self._handed_shards = {}
         self._missing = {
@@ -180,12 +201,13 @@ class Collector:
             if handed is not None:
                 changed[index] = None
                 self._handed[index] = None
-            return False
+            return False  # dropped, as zero_grad() does: that is no rewriting
         if handed is None:
             changed[index] = None
             self._handed[index] = self._look(index)
         elif all_changed or grad is not handed.grad or grad._version != handed.version:
             changed[index] = None
+            self.rewritten = self.rewritten or not (all_changed or index in self._again)
             self._handed[index] = self._look(index)
         elif self._debug:
             self._check_digest(bound, handed)
@@ -222,11 +244,9 @@ class Collector:
         return present_shards, revised
 
     def _learn(self, revised: int) -> None:
-        """Stop pushing during backward where the script changes gradients afterwards anyway."""
+        """Count the steps in which most of what was pushed during backward was void."""
         if revised * 2 > len(self._memory.shards):
             self._revised_steps += 1
-            if self._revised_steps >= _REVISED_STEPS_MAX:
-                self.deferred = True
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""

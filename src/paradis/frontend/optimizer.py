@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paradis.errors import ConfigError, NonFiniteGradient, ParadisError
+from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
 from paradis.numerics.elementwise import options_of
@@ -25,7 +25,7 @@ warnings.filterwarnings(
 class WrappedOptimizer(torch.optim.Optimizer):
     """What `paradis.wrap` returns. Use it like the optimizer that was wrapped.
 
-    Learning-rate schedulers, parameter groups, ``state_dict``, gradient accumulation (`no_sync`) and
+    Learning-rate schedulers, parameter groups, ``state_dict``, accumulation (`no_sync`) and
     GradScaler work as usual; hyper-parameters travel with the step they belong to.
     """
 
@@ -38,14 +38,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._binding = binding
         self._inner_name = type(inner).__name__
         self._clip = 1.0
-        self._wait_s = 0.0
         self._announced_clip = False
+        self._loaded_at = -1
 
     # -------------------------------------------------------------------- step
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Commit this step's gradients; return when the parameters have their next value.
 
         Args:
@@ -72,7 +70,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
         self._count(time.perf_counter() - start)
         self._clip = 1.0
-        binding.collector.reset()
+        binding.collector.end_step(scaled=grad_scaler is not None)
         if done.found_inf and scaler_state is not None:
             for found in scaler_state["found_inf_per_device"].values():
                 found.fill_(1.0)
@@ -81,8 +79,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _bound(self) -> Binding:
-        assert self._binding is not None
-        return self._binding
+        binding: Binding | None = getattr(self, "_binding", None)
+        if binding is None:
+            raise StateError(
+                "this optimizer is a copy of one that paradis.wrap returned (deepcopy, pickle); "
+                "only the original is part of the job: copy its state_dict() instead"
+            )
+        return binding
 
     def _close(
         self, overflow: bool, *, scaled: bool
@@ -90,10 +93,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Return what the step decided, and which shards have gradients, and which changed."""
         collector = self._bound.collector
         # A GradScaler unscales in place without a version bump: what was pushed before is void.
-        first_scaled = scaled and not collector.deferred
-        collector.deferred = collector.deferred or scaled
-        bits, present, revised = collector.close(all_changed=first_scaled)
-        if revised and not scaled:
+        bits, present, revised = collector.close(all_changed=scaled and not collector.deferred)
+        if collector.rewritten and not scaled:
             self._announce_clipping()
         commit = StepCommit(
             revisions={},
@@ -133,7 +134,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return error
 
     def _announce_clipping(self) -> None:
-        if self._announced_clip or self._bound.session.world_size == 1:
+        if self._announced_clip or len(self._bound.members()) == 1:
             return
         self._announced_clip = True
         self._bound.session.node.announce(
@@ -192,13 +193,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ``state_dict``, with the optimizer state fetched from the servers."""
-        state_transfer.fetch(self._bound, self)
+        if self._loaded_at != self.steps_done:  # else the servers may not have worker 0's yet
+            state_transfer.fetch(self._bound, self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load options and state, and give worker 0's to the servers; call it on every worker."""
         super().load_state_dict(state_dict)
-        state_transfer.give(self._bound, self)
+        if self._bound.first:
+            state_transfer.give(self._bound, self)
+        self._loaded_at = self.steps_done
 
     # ------------------------------------------------------------ checkpoints
 

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paradis.frontend.binding import Binding
-from paradis.numerics.elementwise import elementwise
-from paradis.numerics.memory_order import as_bytes, flat_view
+from paradis.numerics.elementwise import Elementwise, elementwise
+from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, same_order
 from paradis.roles import events as ev
+from paradis.roles.worker_state import Assignment
 from paradis.runtime.shard_store import split_sections
 from paradis.runtime.worker_memory import BoundTensor, ShardMemory
 
 if TYPE_CHECKING:
     from paradis.frontend.optimizer import WrappedOptimizer
-
-Entry = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]]
 
 
 def fetch(binding: Binding, optimizer: WrappedOptimizer) -> None:
@@ -71,38 +70,50 @@ def _torch_state(
 
 
 def give(binding: Binding, optimizer: torch.optim.Optimizer) -> None:
-    """Send values and ``optimizer.state`` to the servers, if this is the first worker."""
-    shards = [s for s, m in binding.memory.shards.items() if m.plan.length]
-    if min(binding.members()) == binding.session.rank:
-        give_shards(binding, optimizer, shards)
-        for shard in shards:
-            binding.memory.installed(shard)
-    elif binding.memory.detect_changes:
-        for shard in shards:
-            binding.memory.installed(shard)
+    """Replace the servers' optimizer state by ``optimizer.state``.
+
+    Not the values: another worker may still be pulling those that `paradis.wrap` shared. What the
+    script changed of them travels with the next step.
+    """
+    memory = binding.memory
+    shards = [s for s, m in memory.shards.items() if m.plan.length and not m.plan.is_buffer]
+    give_shards(binding, optimizer, shards, values=False)
 
 
-def give_shards(binding: Binding, optimizer: torch.optim.Optimizer, shards: Sequence[int]) -> None:
-    """Send values and optimizer state of these shards to the servers and wait for them."""
-    names = elementwise(binding.optimizer_name)
-    entries: dict[int, Entry] = {}
+def give_shards(
+    binding: Binding, optimizer: torch.optim.Optimizer, shards: Sequence[int], *, values: bool
+) -> None:
+    """Send optimizer state, and values, of these shards to the servers and wait for them."""
+    entry = elementwise(binding.optimizer_name)
+    entries: dict[int, Assignment] = {}
     for shard in shards:
         memory = binding.memory.shards[shard]
         for bound in memory.tensors:
             bound.stage()
-        keys, scalars = _collect(memory, optimizer, set(names.scalars))
-        memory.state = {key: as_bytes(column) for key, column in keys.items()}
-        dtypes = (memory.plan.dtype, *(str(c.dtype).removeprefix("torch.") for c in keys.values()))
-        entries[shard] = (("value", *keys), dtypes, scalars)
+        columns, scalars = _collect(memory, optimizer, entry)
+        if not columns and not values:
+            # An assignment has a payload; the server ignores a column that no segment claims.
+            columns["none"] = torch.zeros(memory.plan.length, dtype=torch.uint8)
+        keys, dtypes = (
+            list(columns),
+            [str(c.dtype).removeprefix("torch.") for c in columns.values()],
+        )
+        if values:
+            keys, dtypes = ["value", *keys], [memory.plan.dtype, *dtypes]
+        memory.state = {key: as_bytes(column) for key, column in columns.items()}
+        entries[shard] = (tuple(keys), tuple(dtypes), scalars)
     binding.ask("assign", ev.AssignAsked(binding.group, entries))
     for shard in shards:
         binding.memory.shards[shard].state = {}
 
 
 def _collect(
-    memory: ShardMemory, optimizer: torch.optim.Optimizer, scalar_names: set[str]
+    memory: ShardMemory, optimizer: torch.optim.Optimizer, entry: Elementwise
 ) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, float]]]:
-    """Return state columns of a shard, and numbers (and which columns exist) per segment."""
+    """Return state columns of a shard, and numbers (and which columns exist) per segment.
+
+    A segment without state has an empty entry, so that the server drops what it holds.
+    """
     columns: dict[str, torch.Tensor] = {}
     scalars: dict[int, dict[str, float]] = {}
     if memory.plan.is_buffer:
@@ -115,19 +126,34 @@ def _collect(
         for key, value in state.items():
             if value is None:
                 continue
-            if key in scalar_names:
+            if key in entry.scalars:
                 given[key] = float(value)
                 continue
             given[f"has:{key}"] = 1.0
             column = columns.setdefault(key, torch.zeros(memory.plan.length, dtype=value.dtype))
-            column[segment.start : segment.start + segment.length] = _flat(value)[
+            column[segment.start : segment.start + segment.length] = _flat(value, bound)[
                 segment.offset : segment.offset + segment.length
             ]
-        if given:
+        if given or not entry.eager:
             scalars[index] = given
     return dict(sorted(columns.items())), scalars
 
 
-def _flat(value: torch.Tensor) -> torch.Tensor:
-    view = flat_view(value) if value.device.type == "cpu" else None
-    return value.detach().cpu().reshape(-1) if view is None else view
+def has_trained(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer holds state of steps that were done before."""
+    return any(float(s.get("step", 1.0)) > 0.0 for s in optimizer.state.values() if s)
+
+
+def _flat(value: torch.Tensor, bound: BoundTensor) -> torch.Tensor:
+    """Return (numel,) of a state tensor in the parameter's memory order; a view where possible."""
+    value = value.detach().cpu()
+    if not bound.staged and same_order(value, bound.tensor):
+        view = flat_view(value)
+        if view is not None:
+            return view
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    if bound.staged:
+        flat.copy_(value.reshape(-1))
+    else:
+        copy_in_order(value, bound.tensor, flat)
+    return flat

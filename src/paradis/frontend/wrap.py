@@ -7,18 +7,18 @@ import torch
 from paradis.errors import ConfigError
 from paradis.frontend import session as sessions
 from paradis.frontend.binding import Binding
-from paradis.frontend.naming import name_buffers, name_parameters
+from paradis.frontend.naming import Named, name_buffers, name_parameters
 from paradis.frontend.optimizer import WrappedOptimizer
-from paradis.frontend.state_transfer import give_shards
-from paradis.numerics.elementwise import check_supported, optimizer_name, options_of
+from paradis.frontend.state_transfer import give_shards, has_trained
+from paradis.numerics.elementwise import Options, check_supported, optimizer_name, options_of
 
 
 def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOptimizer:
     """Train a model through Paradis: one line, after the optimizer is built.
 
     Every worker calls it alike; it returns when all have, and all hold worker 0's parameters,
-    buffers and optimizer state (or those of the checkpoint the job resumes from). Several calls in one process
-    are independent of each other.
+    buffers and optimizer state (or those of the checkpoint the job resumes from). Several calls in
+    one process are independent of each other.
 
     Args:
         model: the module; its parameters keep their identity and memory.
@@ -40,26 +40,56 @@ def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOpt
         raise ConfigError(
             "paradis.wrap refused: the optimizer has no parameters; give it model.parameters()"
         )
-    for named in trained:
-        options = options_of(optimizer.param_groups[named.spec.options_group])
-        check_supported(name, options, named.tensor.dtype)
-    stored = name_buffers(model, trained)
-    binding = Binding(sessions.current(), model, name)
     all_options = [options_of(g) for g in optimizer.param_groups]
-    _warn_compiled(model, binding)
+    for named in trained:
+        _check_supported(name, all_options[named.spec.options_group], named)
+    stored, left_out = name_buffers(model, trained)
+    binding = Binding(sessions.current(), model, name)
+    _announce(model, optimizer, binding, left_out)
     plan = binding.register([*trained, *stored], all_options)
     if plan.restore:
         binding.take_restored(plan, optimizer)
     wrapped = WrappedOptimizer(optimizer, binding)
-    binding.initialize(plan, give=lambda shards: give_shards(binding, optimizer, shards))
+    binding.initialize(
+        plan, give=lambda shards: give_shards(binding, optimizer, shards, values=True)
+    )
     return wrapped
 
 
-def _warn_compiled(model: torch.nn.Module, binding: Binding) -> None:
-    if type(model).__name__ == "OptimizedModule":
-        binding.session.node.announce(
+def _check_supported(optimizer: str, options: Options, named: Named) -> None:
+    try:
+        check_supported(optimizer, options, named.tensor.dtype)
+    except ConfigError as error:
+        raise ConfigError(f"paradis.wrap refused: {named.spec.name}: {error.message}") from None
+
+
+def _announce(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, binding: Binding, left_out: list[str]
+) -> None:
+    """Say what the user might not expect."""
+    node = binding.session.node
+    if is_compiled(model):
+        node.announce(
             "warning",
             "the whole model is compiled: its gradients appear only when backward ends, so pushes "
             "cannot overlap it; compile each block instead (block.compile())",
             once=True,
         )
+    if left_out:
+        node.announce(
+            "warning",
+            f"{', '.join(left_out)}: of a dtype or layout that servers do not hold; it stays each "
+            "worker's own and is in no checkpoint; register it with persistent=False",
+            once=True,
+        )
+    if has_trained(optimizer) and binding.session.world_size > 1:
+        whose = "counts for all workers" if binding.first else "gives way to worker 0's"
+        node.announce(
+            "info", f"the optimizer state restored on worker {binding.session.rank} {whose}"
+        )
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether a model as a whole went through ``torch.compile``."""
+    whole = type(model).__name__ == "OptimizedModule"
+    return whole or getattr(model, "_compiled_call_impl", None) is not None

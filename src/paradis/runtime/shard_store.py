@@ -48,6 +48,7 @@ class ShardStore:
         self.shards: dict[int, HeldValue] = {}
         self._group: dict[int, list[int]] = {}
         self._specs: dict[int, list[ParameterSpec]] = {}
+        self._trained: dict[int, set[str]] = {}
 
     def open(self, plan: Plan, shards: Sequence[ShardPlan]) -> None:
         """Allocate this server's shards of a plan, zeroed.
@@ -57,6 +58,8 @@ class ShardStore:
         """
         specs = self._specs.setdefault(plan.group, [])
         specs.extend(plan.parameters)
+        trained = self._trained.setdefault(plan.group, set())
+        trained.update(s.name for s in plan.parameters if s.options_group >= 0)
         for shard in shards:
             value = torch.zeros(shard.length, dtype=torch_dtype(shard.dtype))
             segments = [value[s.start : s.start + s.length] for s in shard.segments]
@@ -137,6 +140,8 @@ class ShardStore:
 
         Args:
             data: (nbytes,) uint8, sections in the order of ``keys``. Copied.
+            scalars: segment -> its numbers, and which columns hold state of it; what a segment
+                that is left out has stays, one with an empty entry loses its state.
         """
         held = self.shards[shard]
         columns = split_sections(data, held.plan, keys, dtypes)
@@ -145,7 +150,9 @@ class ShardStore:
         if not columns and not scalars:
             return
         for index, segment in enumerate(held.plan.segments):
-            given = scalars.get(index, {})
+            given = scalars.get(index)
+            if given is None:
+                continue
             stop = segment.start + segment.length
             tensors = {
                 key: column[segment.start : stop]
@@ -191,6 +198,8 @@ class ShardStore:
             for index, (segment, spec) in enumerate(
                 zip(held.plan.segments, held.specs, strict=True)
             ):
+                if held.plan.is_buffer and spec.name in self._trained[group]:
+                    continue  # stored at first, joined the optimizer later
                 value = held.segments[index].clone()
                 sections.append(Section(spec.name, "value", segment.offset, value))
                 if held.optimizer is None:

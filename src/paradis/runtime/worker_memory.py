@@ -1,8 +1,8 @@
 """A worker's tensors as the data plane sees them: shards of values and of gradients.
 
-Values are received straight into the parameters, gradients are sent straight from ``.grad``: no byte
-is copied on the way, but for tensors that are not one dense run of CPU memory, which go through a
-flat staging copy.
+Values are received straight into the parameters, gradients are sent straight from ``.grad``: no
+byte is copied on the way, but for tensors that are not one dense run of CPU memory, which go
+through a flat staging copy.
 
 Invariant: at most one connection receives into a shard's value at a time.
 """
@@ -28,6 +28,7 @@ class BoundTensor:
     Attributes:
         flat: (numel,) on the CPU in memory order: a view of the tensor, or a staging copy.
         staged: whether ``flat`` is a staging copy.
+        stride: of the tensor when bound first.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
@@ -35,6 +36,7 @@ class BoundTensor:
         self.tensor = tensor
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.stride = tensor.stride()
         self.bind()
 
     def bind(self) -> None:
