@@ -1,7 +1,7 @@
 """What ``wrap`` adds to a step of a tiny model: one worker, one server, milliseconds per step.
 
-Alternates plain torch with the wrapped optimizer on the same model. ``alone`` is the in-process server,
-``processes`` a server of its own. Prints JSON; medians.
+Alternates plain torch with the wrapped optimizer on the same model. ``alone`` is the in-process
+server, ``processes`` a server of its own. Prints JSON; medians.
 """
 
 from __future__ import annotations

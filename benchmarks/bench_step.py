@@ -1,7 +1,8 @@
 """Step time of data-parallel training: Paradis, DDP on Gloo, a traditional server, compute only.
 
-A 26 M-parameter MLP computes for real on every worker; the methods take turns of several consecutive
-steps within one launch, so that their ratios come from the same minutes. Loopback. Prints JSON.
+A 26 M-parameter MLP computes for real on every worker; the methods take turns of several
+consecutive steps within one launch, so that their ratios come from the same minutes. Loopback.
+Prints JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The traditional parameter server that speed-ups are taken over, in as few lines as it needs.
 
-Synchronous, no overlap, no compression, static placement: the flat model is cut into equal runs, one
-per server; after backward every worker sends its run of the gradient to each server, which adds
-them up in rank order of arrival, takes an SGD step, and sends the new values back.
+Synchronous, no overlap, no compression, static placement: the flat model is cut into equal runs,
+one per server; after backward every worker sends its run of the gradient to each server, which
+adds them up as they arrive, takes an SGD step, and sends the new values back.
 """
 
 from __future__ import annotations

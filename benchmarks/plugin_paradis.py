@@ -18,7 +18,7 @@ import torch
 import paradis
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_nodes import Nodes  # noqa: E402  (a benchmark may load this file from anywhere)
+from launch_nodes import Nodes  # a benchmark may load this file from anywhere
 
 
 class Method:
