@@ -50,6 +50,7 @@ class Binding:
         self.group = session.groups
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
+        self._steps_before = 0
         self._parts = 0
         self._named: list[Named] = []
         self._trained: dict[int, None] = {}
@@ -60,7 +61,12 @@ class Binding:
 
     @property
     def steps_done(self) -> int:
-        """Finished steps of this group."""
+        """Finished steps of this group, those before a restore included."""
+        return self._steps_before + self._step
+
+    @property
+    def _step(self) -> int:
+        """The group's step in this run, which starts at 0 after a restore, too."""
         group = self.session.node.worker_role.groups.get(self.group)
         return group.step if group is not None else 0
 
@@ -160,7 +166,7 @@ class Binding:
         added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)
         added = [n for n in added if id(n.tensor) not in self._trained]
         options = [options_of(g) for g in optimizer.param_groups]
-        plan = self.register(added, options, step=self.steps_done)
+        plan = self.register(added, options, step=self._step)
         self.initialize(plan, give=self.give_values)
 
     def give_values(self, shards: Sequence[int]) -> None:
@@ -221,6 +227,7 @@ class Binding:
         specs = [n.spec for n in self._named]
         check_parameters(manifest, specs, {s.name: s.strides for s in specs if s.strides})
         self.restored = dict(manifest.extra)
+        self._steps_before = manifest.step
         _restore_options(manifest, optimizer)
 
     def save(
