@@ -43,6 +43,7 @@ def main() -> None:
     train, test = slice(0, 1440), slice(1440, None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    measure = nn.CrossEntropyLoss()
     optimizer = paradis.wrap(model, torch.optim.Adam(model.parameters(), lr=0.005))
 
     own_images, own_digits = images[train][rank::workers], digits[train][rank::workers]
@@ -55,7 +56,7 @@ def main() -> None:
         order = torch.randperm(len(own_digits), generator=shuffle)
         for index in range(batches):
             chosen = order[index * batch : (index + 1) * batch]
-            loss = nn.functional.cross_entropy(model(own_images[chosen]), own_digits[chosen])
+            loss = measure(model(own_images[chosen]), own_digits[chosen])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -199,7 +199,8 @@ def train(
         optimizer.zero_grad()
         schedule.step()
         progress.update(float(loss.detach()), options.batch)
-        if options.save_every and (step + 1) % options.save_every == 0:
+        done = step + 1
+        if options.save_every and done % options.save_every == 0 and done < options.steps:
             optimizer.save_checkpoint(extra={"seed": options.seed})
     progress.close()
 
