@@ -256,8 +256,9 @@ class Cluster:
         assert not alive, [p.cmdline() for p in alive if p.is_running()]
         new = {name for name in set(os.listdir("/dev/shm")) - self._shared if "paradis" in name}
         assert not new
-        # torch leaves empty directories of its compiler and of torchrun there.
-        assert [name for name in os.listdir(self.temporary) if not name.startswith("torch")] == []
+        # torch's compiler and torchrun, and loader processes that are killed, leave directories.
+        left = [n for n in os.listdir(self.temporary) if not n.startswith(("torch", "pymp-"))]
+        assert left == []
         for run in (self.directory / "paradis-runs").glob("*"):
             left = [p.name for p in run.iterdir() if p.suffix not in KEPT]
             assert left in ([], ["checkpoints"]), left

@@ -96,8 +96,9 @@ class Child:
         return self.code is not None
 
     def shown(self, text: str) -> bool:
-        """Return whether the ended node's text has gone to the terminal already."""
-        return any(text.encode() in pump.tail for pump in self._pumps)
+        """Return whether the ended node's lines have gone to the terminal already."""
+        tails = [pump.tail.decode("utf-8", "replace") for pump in self._pumps]
+        return all(any(line in tail for tail in tails) for line in text.splitlines())
 
     def terminate(self) -> None:
         """Send SIGTERM to the node itself, not to what it started."""

@@ -117,3 +117,24 @@ def test_a_low_hard_limit_is_an_error_with_numbers(monkeypatch: pytest.MonkeyPat
 
 def test_the_case_of_256_descriptors_fits() -> None:
     assert descriptors.needed(8 + 3 + 2) < 256
+
+
+def test_of_errors_of_ours_the_longest_is_shown_in_one_line() -> None:
+    judged = verdict.Verdict()
+    short = "paradis.errors.NonFiniteGradient: step 2: NaN"
+    judged.add(verdict.of_leader("NonFiniteGradient", "step 2: NaN"))
+    judged.add(verdict.of_node("worker-0", 1, short, "w0"))
+    judged.add(verdict.of_node("worker-1", 1, short + " in a.weight", "w1"))
+    assert not judged.decisive
+    expected = "worker 1: step 2: NaN in a.weight (NonFiniteGradient); its log: w1"
+    assert judged.first().message == expected
+    lost = "paradis.errors.JobFailed: server-0 is gone"
+    assert verdict.of_node("worker-0", 1, lost, "w0").kind == verdict.CONSEQUENCE
+    refused = verdict.of_node("dispatcher-0", 2, "paradis: error: port in use", "d0")
+    assert refused.message == "dispatcher 0: port in use; its log: d0"
+    assert refused.kind == verdict.OWN_REASON
+
+
+def test_what_was_seen_is_not_said_again() -> None:
+    seen = verdict.of_node("worker-0", 3, "a\nb", "/x", seen=True)
+    assert seen.message == "worker 0 exited with code 3; its log: /x"
