@@ -5,6 +5,7 @@ A checker raises `Violation` with its name; the driver adds seed and replay comm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from paradis.core.flow import Outbox
 from paradis.core.waits import find_cycle
 from paradis.numerics.reduce import square_sum
 from paradis.roles import effects as fx
+from paradis.roles import events as ev
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.receiver import Receiver
 from paradis.roles.server import ServerRole
@@ -135,6 +137,23 @@ class Leases:
         demand(held == right, self, f"{node.node} has leases {held}, in use are {right}")
 
 
+class Fence:
+    """Nothing of another generation gets in."""
+
+    def look(
+        self, node: SummingNode, event: ev.Received, effects: Sequence[fx.Effect]
+    ) -> None:
+        """A push or commit of another generation must have been refused."""
+        message, view = event.message, node.role.view
+        if isinstance(message, msg.Push | msg.RackPush | msg.Commit) and view is not None:
+            if message.generation != view.generation:
+                refused = any(
+                    isinstance(e, fx.Send) and isinstance(e.message, msg.Stale) for e in effects
+                )
+                demand(refused and event.lease not in node.leased(), self,
+                       f"{node.node} of generation {view.generation} took {message}")  # fmt: skip
+
+
 class Waits:
     """Nobody waits for credit in a circle.
 
@@ -241,14 +260,17 @@ class Checkers:
         self._revisions = Revisions()
         self._bounds = Bounds(sim)
         self._leases = Leases()
+        self._fence = Fence()
         self._waits = Waits(sim)
         self._norms = Norms(sim)
         self._saving = Saving(sim)
         self._events = 0
 
-    def after(self, node: SimNode) -> None:
+    def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
         """A node has handled an event and its effects are carried out."""
         node.role.check()
+        if isinstance(node, SummingNode) and isinstance(event, ev.Received):
+            self._fence.look(node, event, effects)
         if isinstance(node.role, WorkerRole):
             self._leases.look(node)
         elif isinstance(node.role, ServerRole):

@@ -275,7 +275,7 @@ class Simulation:
                 self.reference.tree = event.message.tree
         if isinstance(event, ev.StepClosed) and isinstance(node, SimWorker):
             self._note_revisions(node, event, effects)
-        self.checkers.after(node)
+        self.checkers.after(node, event, effects)
 
     def _note_revisions(
         self, node: SimWorker, event: ev.StepClosed, effects: list[fx.Effect]
