@@ -131,7 +131,9 @@ class WorkerValues(WorkerPushes):
 
     def _on_state_asked(self, index: int) -> None:
         group = self.groups[index]
-        group.state_waiting = dict.fromkeys(group.shards)
+        # Buffers and shards of empty tensors have no state, and nobody would answer for the latter.
+        with_state = (n for n, s in group.shards.items() if s.plan.length and not s.plan.is_buffer)
+        group.state_waiting = dict.fromkeys(with_state)
         group.state_round += 1
         self._pull_state(group)
         if not group.state_waiting:
