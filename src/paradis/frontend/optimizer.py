@@ -181,7 +181,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         binding.check()
         commit, present, revised = self._close(False, scaled=False)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
-        total = torch.tensor(sum(done.squares[s] for s in sorted(done.squares))).double().sqrt()
+        squares = sum(done.squares[s] for s in sorted(done.squares))
+        total = torch.tensor(squares, dtype=torch.float64).sqrt()
         self._clip = min(1.0, float(max_norm) / (float(total) + 1e-6))
         return total
 
