@@ -349,7 +349,8 @@ class RackAgentRole(Receiver):
     def _on_peer_lost(self, event: ev.PeerLost) -> None:
         self._up.pop(event.peer, None)
         if event.control:
-            self._out.append(fx.Fail("PeerUnreachable", f"the leading dispatcher is gone: {event.reason}"))
+            text = f"the leading dispatcher is gone: {event.reason}"
+            self._out.append(fx.Fail("PeerUnreachable", text))
         elif self.view is not None and event.peer in self.view.addresses:
             self._out.append(fx.Connect({event.peer: self.view.addresses[event.peer]}))
 

@@ -62,7 +62,8 @@ class ServerRole(Receiver):
             case ev.TimerFired():
                 self._on_timer(event.name, now_ns)
             case ev.PeerLost(control=True):
-                self._out.append(fx.Fail("PeerUnreachable", f"the leading dispatcher is gone: {event.reason}"))
+                text = f"the leading dispatcher is gone: {event.reason}"
+                self._out.append(fx.Fail("PeerUnreachable", text))
             case ev.EffectFailed():
                 self._fail_job(event.error, f"{self.node}: {event.what}: {event.text}")
         return self._out
@@ -274,7 +275,7 @@ class ServerRole(Receiver):
             if all(s != source for s, _ in shard.pulls):
                 shard.pulls.append((source, pull))  # bounded by the number of workers
             return
-        if shard.version < pull.version:
+        if shard.version < pull.version or self._in_flux(group, shard):
             return  # the update comes by itself, or the worker asks again
         update = msg.Update(
             generation=self.view.generation if self.view else 0, group=group.index,
@@ -282,6 +283,10 @@ class ServerRole(Receiver):
             found_inf=group.skipped == shard.version - 1,
         )  # fmt: skip
         self._send(source, update, fx.Sections(group.index, pull.shard))
+
+    def _in_flux(self, group: HeldGroup, shard: HeldShard) -> bool:
+        """Whether the value is being changed: then all have committed, and nobody needs it as is."""
+        return shard.version == group.step and bool(group.verdict) and not shard.passive
 
     # ------------------------------------------------------------------ values
 
@@ -336,6 +341,8 @@ class ServerRole(Receiver):
         if found is not None:
             found[0].catch_up(pull.version)
         if found is None or found[1].version < pull.version or not found[1].initialized:
+            return
+        if self._in_flux(*found):
             return
         state = msg.State(
             generation=self.view.generation if self.view else 0, group=pull.group,

@@ -103,7 +103,7 @@ class WorkerRole(WorkerValues):
     def _on_view(self, view: msg.View) -> None:
         if self.view is not None and view.generation <= self.view.generation:
             return
-        self.view = view
+        before, self.view = self.view, view
         if self._left:
             return
         self._connect()
@@ -115,7 +115,14 @@ class WorkerRole(WorkerValues):
                     self._push_again(group, shard)
             if group.closed and group.busy:
                 self._send_commit(group)
+            if group.committed and before is not None and self._lowest_now(before):
+                self._queue_changed(group)
             self._pump(group)
+
+    def _lowest_now(self, before: msg.View) -> bool:
+        """Whether those below us have left: what the script changed is ours to send now."""
+        assert self.view is not None
+        return min(before.members) < self.config.rank == min(self.view.members)
 
     def _connect(self) -> None:
         assert self.view is not None
