@@ -173,7 +173,9 @@ def test_outbox_equals_sorting_every_time(order: list[int], absent: list[int]) -
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "next", "done"]), st.integers(0, 5)), max_size=40))
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "next", "done"]), st.integers(0, 5)), max_size=40)
+)
 def test_lane_never_holds_the_lowest_up(actions: list[tuple[str, int]]) -> None:
     box = Outbox(quota=4, reserve=2)
     waiting: set[int] = set()

@@ -226,7 +226,7 @@ def naive_window(patch: Patch) -> None:
 
 def stays_on_agent(patch: Patch) -> None:
     """A worker goes on pushing to a rack agent that is gone."""
-    patch.setattr(worker_pushes.WorkerPushes, "_reroute", lambda self: None)
+    patch.setattr(worker_pushes.WorkerPushes, "_go_direct", lambda self, group, shard: None)
 
 
 # ------------------------------------------------------------ other answers
@@ -245,11 +245,11 @@ def _expected_of_sum(self: ServerRole, group: HeldGroup, shard: HeldShard) -> An
 
 
 def overflow_forgotten(patch: Patch) -> None:
-    """Who pulls a skipped step is not told of the overflow."""
+    """Nobody is told that the step was skipped for an overflow."""
     real = ServerRole._send
 
     def send(self: ServerRole, target: Any, message: Any, payload: Any = None) -> None:
-        if isinstance(message, msg.Update) and message.sequence:
+        if isinstance(message, msg.Update):
             message = msg.Update(**{f: getattr(message, f) for f in message.__struct_fields__
                                     if f != "found_inf"})  # fmt: skip
         real(self, target, message, payload)
@@ -266,16 +266,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("absent rank not in the divisor", absent_not_counted, "Exact", "counting", (3,)),
     Mutant("applied before all commits", before_commit, "CountedOnce", "counting", (6,)),
     Mutant("no retry timer", no_retry, "Liveness", "counting", (1,)),
-    Mutant("other bytes on a repeat", other_bytes, "Exact", "counting"),
+    Mutant("other bytes on a repeat", other_bytes, "Exact", "counting", (6,)),
     Mutant("no fence", no_fence, "Fence", "counting", (21,)),
     Mutant("old version installed", old_version, "Exact", "counting", (20,)),
     Mutant("values assigned early", early_values, "Exact", "counting", (58,)),
     Mutant("dropped payload leaks", leak, "Leases", "counting", (0,)),
     Mutant("credit held until applied", credit_when_applied, "", "counting", (7,)),
     Mutant("window without reserve", naive_window, "Waits", "counting", (99,)),
-    Mutant("no direct pushes after the agent's end", stays_on_agent, "Liveness", "counting"),
+    Mutant("no direct pushes after the agent's end", stays_on_agent, "Liveness", "counting", (7,)),
     Mutant("norm of old sums", norm_of_old_sums, "Norms", "counting", (9,)),
-    Mutant("overflow forgotten", overflow_forgotten, "found_inf", "counting"),
+    Mutant("overflow forgotten", overflow_forgotten, "found_inf", "counting", (2,)),
 )
 """Those that a single run catches."""
 
@@ -292,5 +292,3 @@ def set_order(patch: Patch) -> None:
             real(self, group, target)
 
     patch.setattr(WorkerRole, "_send_commit", send_commit)
-
-

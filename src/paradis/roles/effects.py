@@ -60,7 +60,7 @@ class Send(Effect, frozen=True):
 
 
 class SetTimer(Effect, frozen=True):
-    """Call back with ``TimerFired(name)`` at ``at_ns``; a later one of the same name replaces it."""
+    """Call back with ``TimerFired(name)`` at ``at_ns``; a later one of this name replaces it."""
 
     name: str
     at_ns: int

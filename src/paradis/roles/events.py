@@ -13,7 +13,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Received(Event, frozen=True):
-    """A message arrived. ``lease`` names the received payload; 0 when there is none or it was dropped."""
+    """A message arrived. ``lease`` names the received payload; 0: none, or it was dropped."""
 
     source: NodeId
     message: DataMessage | ControlMessage

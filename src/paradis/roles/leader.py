@@ -1,81 +1,39 @@
 """The leader's role: membership, generations, plans, checkpoints. Not on the path of a step.
 
 Invariants:
-* the generation only grows, and a view or plan is in force on all servers and rack agents before any
-  worker hears of it;
+* the generation only grows, and a view or plan is in force on all servers and rack agents before
+  any worker hears of it;
 * an incarnation is never used twice;
 * a manifest is written only when every server has written its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import msgspec
 
 from paradis.core.registration import RegisteredParameter, Registration, compare
-from paradis.core.tree import Tree, default_tree, rack_group
-from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
+from paradis.ids import NodeId, dispatcher_id, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.leader_views import LeaderConfig, LeaderViews, Member
 from paradis.roles.planning import make_plan
 from paradis.roles.saves import Saves
-from paradis.settings import SharedSettings
 from paradis.wire import messages as msg
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeaderConfig:
-    """What the job consists of.
-
-    Attributes:
-        tree: logical groups of ranks; empty: one group per rack.
-        first_generation: last generation and incarnation of an earlier life of this job's store.
-    """
-
-    job: str
-    workers: int
-    servers: int
-    dispatchers: int
-    settings: SharedSettings
-    shared: dict[str, msg.Scalar]
-    tree: Tree = ()
-    first_generation: int = 0
-    first_incarnation: int = 0
+__all__ = ["LeaderConfig", "LeaderRole"]
 
 
-@dataclass(slots=True)
-class Member:
-    """A node that joined."""
-
-    join: msg.Join
-    incarnation: int
-    seen_ns: int
-    gone: bool = False
-
-
-class LeaderRole:
+class LeaderRole(LeaderViews):
     """Pure state machine of the leading dispatcher's control duty."""
 
     def __init__(self, config: LeaderConfig) -> None:
-        self.config = config
-        self.generation = config.first_generation
-        self.incarnation = config.first_incarnation
-        self.nodes: dict[NodeId, Member] = {}
-        self.view: msg.View | None = None
+        super().__init__(config)
         self.plans: dict[tuple[int, int], msg.Plan] = {}
         self._registered: dict[tuple[int, int], dict[int, msg.Register]] = {}
-        self._unready: dict[str, None] = {}
-        self._queue: list[msg.View | msg.Plan] = []
-        self._publishing: msg.View | msg.Plan | None = None
-        self._left: dict[int, dict[int, int]] = {}
         self._done: dict[int, None] = {}
         self._saves = Saves()
         self._reports: dict[str, dict[str, float]] = {}
-        self._over = ""
         self._next_shard = 0
-        self._out: list[fx.Effect] = []
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
@@ -149,12 +107,11 @@ class LeaderRole:
         absent = [r for r in self._done if worker_id(r) not in self.nodes]
         waiting = [n for n in self._of_role("worker") if not self.nodes[n].gone]
         if absent and waiting and self.view is None:
-            self._fail("JobFailed", f"worker {absent[0]} ended before it called paradis.wrap, for which "
-                       f"{', '.join(waiting[:8])} waits; call it on every worker", now_ns)  # fmt: skip
+            self._fail("JobFailed", f"worker {absent[0]} ended before it called paradis.wrap, for "
+                       f"which {', '.join(waiting[:8])} waits; call it on every worker",
+                       now_ns)  # fmt: skip
 
-    def _on_listening(
-        self, source: NodeId, addresses: tuple[str, ...], now_ns: int
-    ) -> None:
+    def _on_listening(self, source: NodeId, addresses: tuple[str, ...], now_ns: int) -> None:
         member = self.nodes.get(source)
         if member is not None:
             member.join = msgspec.structs.replace(member.join, addresses=addresses)
@@ -169,133 +126,6 @@ class LeaderRole:
     @property
     def _beat_ns(self) -> int:
         return int(self.config.settings.heartbeat_interval_s * 1e9)
-
-    def refusal(self, join: msg.Join) -> str:
-        """Return why a node may not join, or an empty text."""
-        node = NodeId(join.node)
-        limits = {"worker": self.config.workers, "server": self.config.servers,
-                  "dispatcher": self.config.dispatchers}  # fmt: skip
-        if self._over:
-            return f"{node} refused: the job is over ({self._over}); start a new one"
-        limit = limits.get(join.role)
-        if limit is not None and not 0 <= index_of(node) < limit:
-            return (f"{node} refused: the job has {limit} {join.role}s; "
-                    f"expected an index below {limit}; check RANK or --index")  # fmt: skip
-        member = self.nodes.get(node)
-        if member is not None and role_of(node) != "agent":
-            state = "has ended" if member.gone else "is in the job"
-            return (f"{node} refused: a node of this name {state} (host {member.join.host}, pid "
-                    f"{member.join.pid}); give each node its own RANK or --index")  # fmt: skip
-        return ""
-
-    def _absent(self) -> list[NodeId]:
-        wanted = [dispatcher_id(i) for i in range(self.config.dispatchers)]
-        wanted += [server_id(i) for i in range(self.config.servers)]
-        wanted += [worker_id(i) for i in range(self.config.workers)]
-        return [n for n in wanted if not self._complete(n)]
-
-    def _complete(self, node: NodeId) -> bool:
-        member = self.nodes.get(node)
-        return member is not None and (role_of(node) == "worker" or bool(member.join.addresses))
-
-    def free_name(self, role: str) -> NodeId:
-        """Return the lowest free name of a role, for a node that asks for any."""
-        index = 0
-        while NodeId(f"{role}-{index}") in self.nodes:
-            index += 1
-        return NodeId(f"{role}-{index}")
-
-    def _of_role(self, role: str) -> list[NodeId]:
-        return sorted((n for n in self.nodes if role_of(n) == role), key=index_of)
-
-    def _first_view(self) -> None:
-        self._warn_capabilities()
-        ranks = tuple(range(self.config.workers))
-        by_rack: dict[str, list[int]] = {}
-        for rank in ranks:
-            by_rack.setdefault(self.nodes[worker_id(rank)].join.rack, []).append(rank)
-        tree = self.config.tree or default_tree(ranks, by_rack if len(by_rack) > 1 else {})
-        self._publish_view(ranks, tree, self._racks(by_rack, tree))
-
-    def _racks(
-        self, by_rack: dict[str, list[int]], tree: Tree
-    ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """A rack agent is used where the rack has several workers and the job several racks."""
-        mode = self.config.settings.rack_aggregation
-        racks: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for rack, ranks in by_rack.items():
-            agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
-            pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
-            usable = agents and pays and rack_group(tree, ranks) is not None
-            racks[rack] = (agents[0] if usable else "", tuple(ranks))
-        return racks
-
-    def _warn_capabilities(self) -> None:
-        seen: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for node in self._of_role("server"):
-            key = tuple(sorted(self.nodes[node].join.capability.items()))
-            seen.setdefault(key, []).append(node)
-        if len(seen) > 1:
-            parts = "; ".join(f"{', '.join(n)}: {dict(k)}" for k, n in seen.items())
-            self._announce("warning", "servers differ in CPU capability or torch version, so bits may "
-                           f"depend on placement: {parts}")  # fmt: skip
-
-    # ------------------------------------------------------------- publishing
-
-    def _publish_view(
-        self,
-        members: Iterable[int],
-        tree: Tree,
-        racks: dict[str, tuple[str, tuple[int, ...]]],
-    ) -> None:
-        addresses = {
-            str(n): m.join.addresses
-            for n, m in self.nodes.items()
-            if m.join.addresses and role_of(n) in ("server", "dispatcher")
-        }
-        self.generation += 1
-        self.view = msg.View(
-            generation=self.generation, members=tuple(members), left=dict(self._left), tree=tree,
-            addresses=addresses, racks=racks,
-        )  # fmt: skip
-        self._publish(self.view)
-
-    def _publish(self, message: msg.View | msg.Plan) -> None:
-        """Servers and rack agents first; workers when all of those have confirmed."""
-        self._queue.append(message)
-        if self._publishing is None:
-            self._publish_next()
-
-    def _publish_next(self) -> None:
-        if not self._queue:
-            return
-        self._publishing = self._queue.pop(0)
-        self._out.append(fx.Persist({"generation": str(self.generation)}))
-        first = self._of_role("server") + self._of_role("dispatcher")
-        first = [n for n in first if not self.nodes[n].gone]
-        self._unready = dict.fromkeys(first)
-        for node in first:
-            self._send(node, self._publishing)
-
-    def _on_ready(self, source: NodeId, ready: msg.ViewReady | msg.PlanReady) -> None:
-        now = self._publishing
-        if now is None or ready.generation != now.generation:
-            return
-        if isinstance(ready, msg.PlanReady) != isinstance(now, msg.Plan):
-            return
-        self._confirmed(source)
-
-    def _confirmed(self, source: NodeId) -> None:
-        """A node has the view or plan in force, or is gone; the last one lets the workers have it."""
-        now = self._publishing
-        self._unready.pop(source, None)
-        if now is None or self._unready:
-            return
-        for node in self._of_role("worker"):
-            if not self.nodes[node].gone:
-                self._send(node, now)
-        self._publishing = None
-        self._publish_next()
 
     def _on_register(self, source: NodeId, register: msg.Register, now_ns: int) -> None:
         key = (register.group, register.part)
@@ -369,8 +199,9 @@ class LeaderRole:
         text = f"worker {rank} finished after {at}"
         if self.config.settings.on_early_finish == "fail" and members:
             waiting = ", ".join(f"worker {r}" for r in members)
-            self._fail("WorkersDisagree", f"{text} while others go on ({waiting}); give all workers the "
-                       "same number of batches, or set training.on_early_finish: continue", now_ns)  # fmt: skip
+            self._fail("WorkersDisagree", f"{text} while others go on ({waiting}); give all "
+                       "workers the same number of batches, or set training.on_early_finish: "
+                       "continue", now_ns)  # fmt: skip
             return
         self._out.append(fx.SetTimer(f"early:{rank}", now_ns + 500_000_000))
         self._publish_view(members, self.view.tree, self.view.racks)
@@ -426,24 +257,26 @@ class LeaderRole:
         if kind == "join" and self.view is None:
             absent = ", ".join(self._absent()[:8])
             waited = self.config.settings.join_timeout_s
-            self._fail("DeadlineExceeded", f"the job did not start: after {waited:.0f} s still missing: "
-                       f"{absent}; look at their logs, or raise communication.join_timeout",
+            self._fail("DeadlineExceeded", f"the job did not start: after {waited:.0f} s still "
+                       f"missing: {absent}; look at their logs, or raise communication.join_timeout",
                        now_ns)  # fmt: skip
         elif kind == "register":
             self._on_register_deadline(rest, now_ns)
         elif kind == "lost" and not self.nodes[NodeId(rest)].gone and self._may_go(NodeId(rest)):
             self._lose_agent(NodeId(rest), f"{rest} closed its control stream")
         elif kind == "lost" and not self.nodes[NodeId(rest)].gone:
-            self._fail("JobFailed", f"{rest} on host {self.nodes[NodeId(rest)].join.host} closed its "
-                       "control stream without leaving; look at its log", now_ns)  # fmt: skip
+            host = self.nodes[NodeId(rest)].join.host
+            self._fail("JobFailed", f"{rest} on host {host} closed its control "
+                       "stream without leaving; look at its log", now_ns)  # fmt: skip
         elif kind == "alive":
             self._check_alive(now_ns)
         elif kind == "early" and len(self._done) < self.config.workers:
             rank = int(rest)
             steps = ", ".join(f"step {n}" for n in self._left[rank].values())
             left = ", ".join(str(r) for r in self.view.members) if self.view else ""
-            self._announce("warning", f"worker {rank} finished early, after {steps}; the mean is now "
-                           f"over {self.config.workers - len(self._done)} workers: {left}")  # fmt: skip
+            self._announce("warning", f"worker {rank} finished early, after {steps}; the mean is "
+                           f"now over {self.config.workers - len(self._done)} workers: "
+                           f"{left}")  # fmt: skip
         elif kind == "summary":
             self._summary()
 
@@ -453,8 +286,8 @@ class LeaderRole:
             return
         have = sorted(self._registered.get((group, part), {}))
         missing = [r for r in range(self.config.workers) if r not in have and r not in self._done]
-        self._fail("DeadlineExceeded", f"wrap number {group} (part {part}) was called on workers {have} "
-                   f"but not on {missing}; call paradis.wrap on every worker", now_ns)  # fmt: skip
+        self._fail("DeadlineExceeded", f"wrap number {group} (part {part}) was called on workers "
+                   f"{have} but not on {missing}; call paradis.wrap on every worker", now_ns)  # fmt: skip
 
     def _check_alive(self, now_ns: int) -> None:
         limit_ns = int(self.config.settings.failure_timeout_s * 1e9)
@@ -466,8 +299,9 @@ class LeaderRole:
                 self._lose_agent(node, f"{node} has not been heard of for {silent_ns / 1e9:.1f} s")
                 break
             if silent_ns > limit_ns:
-                self._fail("JobFailed", f"{node} on host {member.join.host} has not been heard of for "
-                           f"{silent_ns / 1e9:.1f} s (limit {limit_ns / 1e9:.0f} s)", now_ns)  # fmt: skip
+                self._fail("JobFailed", f"{node} on host {member.join.host} has not been heard of "
+                           f"for {silent_ns / 1e9:.1f} s (limit {limit_ns / 1e9:.0f} s)",
+                           now_ns)  # fmt: skip
                 return
         self._out.append(fx.SetTimer("alive", now_ns + self._beat_ns))
 
@@ -494,9 +328,6 @@ class LeaderRole:
             self._send(node, msg.Shutdown(reason=self._over))
         self._out.append(fx.End(self._over))
 
-    def _of_agents(self) -> list[NodeId]:
-        return sorted(n for n in self.nodes if role_of(n) == "agent")
-
     # ------------------------------------------------------------- checkpoints
 
     def _on_checkpoint(self, message: msg.CheckpointInfo | msg.Saved | msg.SaveFailed) -> None:
@@ -515,24 +346,6 @@ class LeaderRole:
                 self._send(node, done)
         if self._over:
             self._out.append(fx.SetTimer("summary", 0))
-
-    # ---------------------------------------------------------------- plumbing
-
-    def _announce(self, level: str, text: str) -> None:
-        for node in self._of_agents():
-            self._send(node, msg.Announcement(level=level, text=text))
-        if not self._of_agents():
-            for node in self._of_role("worker")[:1]:
-                self._send(node, msg.Announcement(level=level, text=text))
-
-    def _send(self, target: str, message: msg.ControlMessage) -> None:
-        self._out.append(fx.Send(NodeId(target), message))
-
-    def check(self) -> None:
-        """Assert the invariants; called after every event in tests and simulation."""
-        incarnations = [m.incarnation for m in self.nodes.values()]
-        assert len(set(incarnations)) == len(incarnations)
-        assert self.view is None or self.view.generation <= self.generation
 
 
 def _registration(register: msg.Register) -> Registration:

@@ -1,8 +1,8 @@
 """The rack agent's role: sum the rack's gradients, push one sum per shard, fan updates out.
 
-It executes one group of the canonical tree and never shapes it, so the bits are those of direct pushes.
-Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If it dies they
-push directly, and the servers refuse its sums for that step.
+It executes one group of the canonical tree and never shapes it, so the bits are those of direct
+pushes. Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If it
+dies they push directly, and the servers refuse its sums for that step.
 
 Invariant: a sum is sent only with the exact (rank, revision) list it was made of.
 """
@@ -134,11 +134,12 @@ class RackAgentRole(Receiver):
     def _fast_forward(self, message: msg.DataMessage) -> None:
         """A push or commit of a later step proves that the earlier one is finished."""
         group = self.groups.get(message.group)
-        if group is not None and message.step > group.step and self.view is not None:
-            if message.generation == self.view.generation:
-                for shard in group.shards.values():
-                    self._next_version(group, shard, message.step)
-                self._maybe_next(group)
+        if group is None or message.step <= group.step or self.view is None:
+            return
+        if message.generation == self.view.generation:
+            for shard in group.shards.values():
+                self._next_version(group, shard, message.step)
+            self._maybe_next(group)
 
     def _on_commit(self, source: NodeId, message: msg.Commit | msg.NormRequest) -> None:
         group = self.groups.get(message.group)

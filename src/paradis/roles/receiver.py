@@ -224,7 +224,11 @@ class Receiver:
         ledger = self._ledger(event.source, group)
         if added.outcome in ("duplicate", "refused"):
             self._drop(event)
-            self._ack(event.source, push, credit=0 if ledger.owes(push.shard, push.revision) else shard.nbytes)
+            self._ack(
+                event.source,
+                push,
+                credit=0 if ledger.owes(push.shard, push.revision) else shard.nbytes,
+            )
         else:
             if added.outcome == "void" and not shard.collection.summing:
                 self._out.append(fx.ReleaseSum(push.shard))

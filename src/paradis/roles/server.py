@@ -148,7 +148,7 @@ class ServerRole(Receiver):
             self.tell_state(source, message.worker, group)
 
     def _consider(self, group: HeldGroup) -> None:
-        """Commits or members changed: judge the step when all are in, then go on with each shard."""
+        """Commits or members changed: judge the step when all are in, then go on with the shards."""
         if self.view is None:
             return
         if not group.verdict and self.everybody(group, group.commits) and group.commits:
@@ -285,7 +285,7 @@ class ServerRole(Receiver):
         self._send(source, update, fx.Sections(group.index, pull.shard))
 
     def _in_flux(self, group: HeldGroup, shard: HeldShard) -> bool:
-        """Whether the value is being changed: then all have committed, and nobody needs it as is."""
+        """Whether the value is being changed: all have committed, so nobody needs it as it is."""
         return shard.version == group.step and bool(group.verdict) and not shard.passive
 
     # ------------------------------------------------------------------ values

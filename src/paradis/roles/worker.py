@@ -186,7 +186,7 @@ class WorkerRole(WorkerValues):
     # ------------------------------------------------------------------- links
 
     def _heal(self, peer: str = "") -> None:
-        """Send again whatever has no answer: to one peer over its new link, or to all on a timer."""
+        """Send again what has no answer: to one peer over its new link, or to all on a timer."""
         for group in self.groups.values():
             if not peer and not group.busy:
                 continue

@@ -82,8 +82,10 @@ class WorkerValues(WorkerPushes):
         for shard_id in group.waiting:
             server = group.shards[shard_id].server
             if server in self._up and (not only or only == server):
-                self._send(server, msg.Pull(**self._head(group), shard=shard_id, step=group.step,
-                                            version=version, sequence=group.pull_round))  # fmt: skip
+                self._send(server, msg.Pull(
+                    **self._head(group), shard=shard_id, step=group.step, version=version,
+                    sequence=group.pull_round,
+                ))  # fmt: skip
 
     def wants(
         self, group_index: int, shard_id: int, version: int, sequence: int | None = None

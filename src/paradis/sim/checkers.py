@@ -16,7 +16,6 @@ from paradis.numerics.reduce import square_sum
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.rack_agent import RackAgentRole
-from paradis.roles.receiver import Receiver
 from paradis.roles.server import ServerRole
 from paradis.roles.worker import WorkerRole
 from paradis.sim.memory import Story
@@ -140,18 +139,15 @@ class Leases:
 class Fence:
     """Nothing of another generation gets in."""
 
-    def look(
-        self, node: SummingNode, event: ev.Received, effects: Sequence[fx.Effect]
-    ) -> None:
+    def look(self, node: SummingNode, event: ev.Received, effects: Sequence[fx.Effect]) -> None:
         """A push or commit of another generation must have been refused."""
         message, view = event.message, node.role.view
-        if isinstance(message, msg.Push | msg.RackPush | msg.Commit) and view is not None:
-            if message.generation != view.generation:
-                refused = any(
-                    isinstance(e, fx.Send) and isinstance(e.message, msg.Stale) for e in effects
-                )
-                demand(refused and event.lease not in node.leased(), self,
-                       f"{node.node} of generation {view.generation} took {message}")  # fmt: skip
+        guarded = isinstance(message, msg.Push | msg.RackPush | msg.Commit)
+        if not guarded or view is None or message.generation == view.generation:
+            return
+        refused = any(isinstance(e, fx.Send) and isinstance(e.message, msg.Stale) for e in effects)
+        demand(refused and event.lease not in node.leased(), self,
+               f"{node.node} of generation {view.generation} took {message}")  # fmt: skip
 
 
 class Waits:
@@ -177,9 +173,7 @@ class Waits:
 
     def _reduce(self, target: str, boxes: dict[str, Outbox]) -> None:
         unsent = {name: list(box.unsent) for name, box in boxes.items()}
-        holding = {
-            name: {s: box.size_of(s) for s in box.holding} for name, box in boxes.items()
-        }
+        holding = {name: {s: box.size_of(s) for s in box.holding} for name, box in boxes.items()}
         moved = True
         while moved:
             moved = False

@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import msgspec
 import xxhash
@@ -100,13 +101,13 @@ class Simulation:
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader
-        quota = {"quota_bytes": job.quota_bytes}
+        quota = job.quota_bytes
         for i in range(job.dispatchers):
-            agent = RackAgentRole(dispatcher_id(i), **quota, retry_ns=job.retry_ns)
+            agent = RackAgentRole(dispatcher_id(i), quota_bytes=quota, retry_ns=job.retry_ns)
             self.nodes[dispatcher_id(i)] = AgentNode(self, dispatcher_id(i), agent)
         for i in range(job.servers):
             server = ServerRole(
-                server_id(i), **quota, warning_ns=10**15, timeout_ns=10**16
+                server_id(i), quota_bytes=quota, warning_ns=10**15, timeout_ns=10**16
             )  # fmt: skip
             self.nodes[server_id(i)] = ServerNode(self, server_id(i), server)
         for rank in range(job.workers):
@@ -205,7 +206,9 @@ class Simulation:
         else:
             self.end(node)
             text = msg.NodeExited(node=fault.node, code=-9, text=f"{fault.node} was killed")
-            self.at(self.now + 20 * MS, self.nodes["leader"], ev.Received(NodeId("agent-sim"), text))
+            self.at(
+                self.now + 20 * MS, self.nodes["leader"], ev.Received(NodeId("agent-sim"), text)
+            )
 
     # --------------------------------------------------------------------- run
 
@@ -218,7 +221,7 @@ class Simulation:
         leader = self.nodes["leader"]
         self._join()
         for fault in self.job.faults:
-            self.at(fault.at_ns, leader, lambda fault=fault: self._happen(fault))
+            self.at(fault.at_ns, leader, partial(self._happen, fault))
         limit_ns = self.job.weather.calm_ns + self.job.liveness_ns
         while not leader.ended:
             self._next(limit_ns)
@@ -270,9 +273,9 @@ class Simulation:
         effects = node.role.handle(event, self.now)
         for effect in effects:
             node.carry(effect)
-        if self.reference.tree == () and isinstance(event, ev.Received):
-            if isinstance(event.message, msg.View):
-                self.reference.tree = event.message.tree
+        message = event.message if isinstance(event, ev.Received) else None
+        if isinstance(message, msg.View) and not self.reference.tree:
+            self.reference.tree = message.tree
         if isinstance(event, ev.StepClosed) and isinstance(node, SimWorker):
             self._note_revisions(node, event, effects)
         self.checkers.after(node, event, effects)

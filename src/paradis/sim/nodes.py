@@ -16,7 +16,6 @@ from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader import LeaderRole
 from paradis.roles.rack_agent import RackAgentRole
-from paradis.roles.receiver import Receiver
 from paradis.roles.server import ServerRole
 from paradis.sim.memory import Memory, Story
 from paradis.wire import messages as msg
@@ -164,9 +163,9 @@ class LeaderNode(SimNode):
 class SummingNode(SimNode):
     """A node whose role collects contributions."""
 
-    role: Receiver
+    role: ServerRole | RackAgentRole
 
-    def __init__(self, sim: Simulation, node: NodeId, role: Receiver) -> None:
+    def __init__(self, sim: Simulation, node: NodeId, role: ServerRole | RackAgentRole) -> None:
         super().__init__(sim, node, role)
         self.storing: dict[int, None] = {}
 

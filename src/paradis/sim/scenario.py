@@ -125,9 +125,7 @@ def replay_command(seed: int, workload: str) -> str:
     return f"python -m paradis.sim.scenario --seed {seed} --workload {workload}"
 
 
-def run_seed(
-    seed: int, workload: str, show: Callable[[str], None] | None = None
-) -> Result:
+def run_seed(seed: int, workload: str, show: Callable[[str], None] | None = None) -> Result:
     """Run the scenario of a seed.
 
     Raises:
@@ -165,9 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stdout
     job = scenario(options.seed, options.workload)
     out.write(f"{job}\n")
-    show = None if options.quiet else (lambda line: out.write(line + "\n") and None)
+
+    def show(line: str) -> None:
+        out.write(line + "\n")
+
     try:
-        result = run_seed(options.seed, options.workload, show)
+        result = run_seed(options.seed, options.workload, None if options.quiet else show)
     except Violation as error:
         out.write(f"FAILED: {error}\n")
         return 1

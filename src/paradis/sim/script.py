@@ -17,6 +17,7 @@ import xxhash
 
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.worker_state import Assignment
 from paradis.sim.job import Model
 from paradis.sim.workloads import RATE, Record
 from paradis.wire import messages as msg
@@ -149,7 +150,7 @@ class Script:
         ):
             for shard_id in new:
                 self.worker.sim.reference.start(shard_id, self.step, mine.values[shard_id])
-            keys = (("value",), (workload.dtype_name,), {})
+            keys: Assignment = (("value",), (workload.dtype_name,), {})
             self.worker.tell(ev.AssignAsked(group, dict.fromkeys(new, keys)))
             yield (group, "assign")
         else:

@@ -29,9 +29,7 @@ class SimWorker(SimNode):
     role: WorkerRole
 
     def __init__(self, sim: Simulation, rank: int) -> None:
-        config = WorkerConfig(
-            rank=rank, quota_bytes=sim.job.quota_bytes, retry_ns=sim.job.retry_ns
-        )
+        config = WorkerConfig(rank=rank, quota_bytes=sim.job.quota_bytes, retry_ns=sim.job.retry_ns)
         super().__init__(sim, worker_id(rank), WorkerRole(config))
         self.rank = rank
         self.script = Script(self, random.Random(sim.job.seed * 1009 + rank))

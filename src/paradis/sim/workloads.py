@@ -53,7 +53,9 @@ class Workload:
         if self.counting:
             digit = (step * 3 + parameter + attempt * 2) % 9 + 1
             return torch.full((length,), float(10**rank * digit), dtype=self.dtype)
-        mixed = (rank * 7919 + step * 104729 + parameter * 1299709 + attempt * 15485863) * 2654435761
+        mixed = (
+            rank * 7919 + step * 104729 + parameter * 1299709 + attempt * 15485863
+        ) * 2654435761
         start = (mixed + self.job.seed) % (_POOL_ELEMENTS - length)
         return _pool()[start : start + length].clone()
 

@@ -1,0 +1,213 @@
+"""The leader's duty of knowing who is there and of publishing it: names, racks, views and plans.
+
+Invariant: the generation only grows, and a view or plan is in force on all servers and rack agents
+before any worker hears of it; they are published one at a time, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paradis.core.tree import Tree, default_tree, rack_group
+from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
+from paradis.roles import effects as fx
+from paradis.settings import SharedSettings
+from paradis.wire import messages as msg
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaderConfig:
+    """What the job consists of.
+
+    Attributes:
+        tree: logical groups of ranks; empty: one group per rack.
+        first_generation: last generation and incarnation of an earlier life of this job's store.
+    """
+
+    job: str
+    workers: int
+    servers: int
+    dispatchers: int
+    settings: SharedSettings
+    shared: dict[str, msg.Scalar]
+    tree: Tree = ()
+    first_generation: int = 0
+    first_incarnation: int = 0
+
+
+@dataclass(slots=True)
+class Member:
+    """A node that joined."""
+
+    join: msg.Join
+    incarnation: int
+    seen_ns: int
+    gone: bool = False
+
+
+class LeaderViews:
+    """Members and publishing; `paradis.roles.leader.LeaderRole` is the whole role."""
+
+    def __init__(self, config: LeaderConfig) -> None:
+        self.config = config
+        self.generation = config.first_generation
+        self.incarnation = config.first_incarnation
+        self.nodes: dict[NodeId, Member] = {}
+        self.view: msg.View | None = None
+        self._unready: dict[str, None] = {}
+        self._queue: list[msg.View | msg.Plan] = []
+        self._publishing: msg.View | msg.Plan | None = None
+        self._left: dict[int, dict[int, int]] = {}
+        self._over = ""
+        self._out: list[fx.Effect] = []
+
+    # ----------------------------------------------------------------- members
+
+    def refusal(self, join: msg.Join) -> str:
+        """Return why a node may not join, or an empty text."""
+        node = NodeId(join.node)
+        limits = {"worker": self.config.workers, "server": self.config.servers,
+                  "dispatcher": self.config.dispatchers}  # fmt: skip
+        if self._over:
+            return f"{node} refused: the job is over ({self._over}); start a new one"
+        limit = limits.get(join.role)
+        if limit is not None and not 0 <= index_of(node) < limit:
+            return (f"{node} refused: the job has {limit} {join.role}s; "
+                    f"expected an index below {limit}; check RANK or --index")  # fmt: skip
+        member = self.nodes.get(node)
+        if member is not None and role_of(node) != "agent":
+            state = "has ended" if member.gone else "is in the job"
+            return (f"{node} refused: a node of this name {state} (host {member.join.host}, pid "
+                    f"{member.join.pid}); give each node its own RANK or --index")  # fmt: skip
+        return ""
+
+    def _absent(self) -> list[NodeId]:
+        wanted = [dispatcher_id(i) for i in range(self.config.dispatchers)]
+        wanted += [server_id(i) for i in range(self.config.servers)]
+        wanted += [worker_id(i) for i in range(self.config.workers)]
+        return [n for n in wanted if not self._complete(n)]
+
+    def _complete(self, node: NodeId) -> bool:
+        member = self.nodes.get(node)
+        return member is not None and (role_of(node) == "worker" or bool(member.join.addresses))
+
+    def free_name(self, role: str) -> NodeId:
+        """Return the lowest free name of a role, for a node that asks for any."""
+        index = 0
+        while NodeId(f"{role}-{index}") in self.nodes:
+            index += 1
+        return NodeId(f"{role}-{index}")
+
+    def _of_role(self, role: str) -> list[NodeId]:
+        return sorted((n for n in self.nodes if role_of(n) == role), key=index_of)
+
+    def _first_view(self) -> None:
+        self._warn_capabilities()
+        ranks = tuple(range(self.config.workers))
+        by_rack: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_rack.setdefault(self.nodes[worker_id(rank)].join.rack, []).append(rank)
+        tree = self.config.tree or default_tree(ranks, by_rack if len(by_rack) > 1 else {})
+        self._publish_view(ranks, tree, self._racks(by_rack, tree))
+
+    def _racks(
+        self, by_rack: dict[str, list[int]], tree: Tree
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """A rack agent is used where the rack has several workers and the job several racks."""
+        mode = self.config.settings.rack_aggregation
+        racks: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for rack, ranks in by_rack.items():
+            agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
+            pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
+            usable = agents and pays and rack_group(tree, ranks) is not None
+            racks[rack] = (agents[0] if usable else "", tuple(ranks))
+        return racks
+
+    def _warn_capabilities(self) -> None:
+        seen: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for node in self._of_role("server"):
+            key = tuple(sorted(self.nodes[node].join.capability.items()))
+            seen.setdefault(key, []).append(node)
+        if len(seen) > 1:
+            parts = "; ".join(f"{', '.join(n)}: {dict(k)}" for k, n in seen.items())
+            text = f"servers differ in CPU or torch, so bits may depend on placement: {parts}"
+            self._announce("warning", text)
+
+    # ------------------------------------------------------------- publishing
+
+    def _publish_view(
+        self,
+        members: Iterable[int],
+        tree: Tree,
+        racks: dict[str, tuple[str, tuple[int, ...]]],
+    ) -> None:
+        addresses = {
+            str(n): m.join.addresses
+            for n, m in self.nodes.items()
+            if m.join.addresses and role_of(n) in ("server", "dispatcher")
+        }
+        self.generation += 1
+        self.view = msg.View(
+            generation=self.generation, members=tuple(members), left=dict(self._left), tree=tree,
+            addresses=addresses, racks=racks,
+        )  # fmt: skip
+        self._publish(self.view)
+
+    def _publish(self, message: msg.View | msg.Plan) -> None:
+        """Servers and rack agents first; workers when all of those have confirmed."""
+        self._queue.append(message)
+        if self._publishing is None:
+            self._publish_next()
+
+    def _publish_next(self) -> None:
+        if not self._queue:
+            return
+        self._publishing = self._queue.pop(0)
+        self._out.append(fx.Persist({"generation": str(self.generation)}))
+        first = self._of_role("server") + self._of_role("dispatcher")
+        first = [n for n in first if not self.nodes[n].gone]
+        self._unready = dict.fromkeys(first)
+        for node in first:
+            self._send(node, self._publishing)
+
+    def _on_ready(self, source: NodeId, ready: msg.ViewReady | msg.PlanReady) -> None:
+        now = self._publishing
+        if now is None or ready.generation != now.generation:
+            return
+        if isinstance(ready, msg.PlanReady) != isinstance(now, msg.Plan):
+            return
+        self._confirmed(source)
+
+    def _confirmed(self, source: NodeId) -> None:
+        """A node has it in force, or is gone; after the last one the workers get it."""
+        now = self._publishing
+        self._unready.pop(source, None)
+        if now is None or self._unready:
+            return
+        for node in self._of_role("worker"):
+            if not self.nodes[node].gone:
+                self._send(node, now)
+        self._publishing = None
+        self._publish_next()
+
+    # ---------------------------------------------------------------- plumbing
+
+    def _announce(self, level: str, text: str) -> None:
+        for node in self._of_agents():
+            self._send(node, msg.Announcement(level=level, text=text))
+        if not self._of_agents():
+            for node in self._of_role("worker")[:1]:
+                self._send(node, msg.Announcement(level=level, text=text))
+
+    def _send(self, target: str, message: msg.ControlMessage) -> None:
+        self._out.append(fx.Send(NodeId(target), message))
+
+    def _of_agents(self) -> list[NodeId]:
+        return sorted(n for n in self.nodes if role_of(n) == "agent")
+
+    def check(self) -> None:
+        """Assert the invariants; called after every event in tests and simulation."""
+        incarnations = [m.incarnation for m in self.nodes.values()]
+        assert len(set(incarnations)) == len(incarnations)
+        assert self.view is None or self.view.generation <= self.generation
