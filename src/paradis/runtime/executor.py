@@ -33,7 +33,7 @@ class Executor:
         The queue is bounded by what jobs exist for: at most one per shard.
         """
         if small or not self._threads:
-            job()
+            _run_on_one_thread(job)
         else:
             self._jobs.put(job)
 
@@ -50,3 +50,16 @@ class Executor:
             if thread is not threading.current_thread():
                 thread.join(5.0)
         self._threads = []
+
+
+def _run_on_one_thread(job: Job) -> None:
+    """Run a job in the calling thread, which may be the script's own, without its OpenMP team."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        job()
+        return
+    torch.set_num_threads(1)
+    try:
+        job()
+    finally:
+        torch.set_num_threads(threads)

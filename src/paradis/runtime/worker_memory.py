@@ -43,6 +43,7 @@ class BoundTensor:
         """Look at the tensor's memory (again: ``p.data = other`` moves it)."""
         view = flat_view(self.tensor) if self.tensor.device.type == "cpu" else None
         self.staged = view is None
+        self._row_major = not self.staged and self.tensor.is_contiguous()
         self.flat = torch.empty(self.tensor.numel(), dtype=self.dtype) if view is None else view
         self.pointer = self.tensor.data_ptr()
         self.bytes = as_bytes(self.flat)
@@ -75,7 +76,10 @@ class BoundTensor:
             flat = torch.empty(self.tensor.numel(), dtype=self.dtype)
             _copy_out(grad.detach(), flat)
             return flat
-        if grad.dtype == self.dtype and grad.device.type == "cpu" and same_order(grad, self.tensor):
+        here = grad.dtype == self.dtype and grad.device.type == "cpu"
+        if here and self._row_major and grad.is_contiguous():
+            return grad.detach().view(-1)
+        if here and same_order(grad, self.tensor):
             view = flat_view(grad)
             if view is not None:
                 return view
