@@ -20,9 +20,6 @@ import paradis
 
 WAIT_S = 100.0
 SOURCE = str(Path(paradis.__file__).parents[1])
-KEPT = (".log", ".sqlite")
-"""What a run directory holds after the run, beside checkpoints."""
-
 TRAIN = """
 import hashlib, os, signal, sys, time
 import torch, paradis
@@ -260,7 +257,7 @@ class Cluster:
         left = [n for n in os.listdir(self.temporary) if not n.startswith(("torch", "pymp-"))]
         assert left == []
         for run in (self.directory / "paradis-runs").glob("*"):
-            left = [p.name for p in run.iterdir() if p.suffix not in KEPT]
+            left = [p.name for p in run.iterdir() if p.suffix != ".log"]
             assert left in ([], ["checkpoints"]), left
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ def before_step(step, model, optimizer):
 """
 
 
-@pytest.mark.parametrize("node", ["worker-1", "server-0"])
+@pytest.mark.parametrize("node", ["worker-1", "server-0", "dispatcher-0"])
 def test_a_killed_node_is_named_and_the_others_end(cluster: Any, node: str) -> None:
     cluster.write(WAITS)
     job = cluster.start(*SMALL, "train.py")

@@ -31,7 +31,7 @@ class Data(Dataset):
             paradis.wrap(*build())
         except paradis.errors.StateError:
             refused = 1
-        return torch.full((8, 8), float(index)), len(sockets() & ours), refused
+        return [float(index)] * 8, len(sockets() & ours), refused
 
 def batches(**options):
     loader = DataLoader(Data(**options), batch_size=None, num_workers=2, persistent_workers=True,
@@ -48,7 +48,7 @@ def before_step(step, model, optimizer):
 
 def train_on():
     for x, _, _ in batches(dies=True):
-        model(x).square().mean().backward()
+        model(torch.tensor(x)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -56,14 +56,14 @@ def train_on():
 
 def test_forking_data_loaders_hold_nothing_of_ours_and_show_their_own_error(cluster: Any) -> None:
     script = cluster.write(LOADERS)
-    script.write_text(script.read_text() + "train_on()\n")
+    script.write_text(script.read_text() + "if rank == 1: train_on()\n")
     job = cluster.start("run", "--workers", "2", "train.py")
     held = cluster.told("held", 2)
     code, err = job.end()
     assert [words[2:] for words in held] == [["0"] * 12] * 2
     assert code == 1
-    assert err.count("RuntimeError: DataLoader worker (pid") == 1, err
-    assert "is killed by signal: Killed" in err
+    assert "[worker 1] RuntimeError: DataLoader worker (pid" in err, err
+    assert "hook" not in err, err
     cluster.assert_clean()
 
 

@@ -1,6 +1,8 @@
 """``paradis run``: reads its options and lets a host agent run the job's nodes on this host.
 
-Everything after the script's path belongs to the script, unchanged.
+Everything after the script's path belongs to the script, unchanged. Worker 0's standard output and
+error appear live (progress bars, warnings); every node's go to its log in the run directory. An
+uncaught error is shown once, at the end, with the number of the worker that raised it.
 """
 
 from __future__ import annotations
@@ -218,7 +220,8 @@ def _run_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="paradis run",
         usage="paradis run [options] script.py [arguments of the script]",
-        description="Starts servers, dispatchers and workers on this host and trains.",
+        description="Starts servers, dispatchers and workers on this host and trains. Shows worker "
+        "0's output and the first error of any node; logs of all are in the run directory.",
         allow_abbrev=False,
     )
     for name in _COUNTS:

@@ -145,7 +145,8 @@ class Session:
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
-        elif error is not None and self.node.error is None and not self._agent:
+        elif error is not None and self.node.error is None:
+            # The others need not wait for the end of this process, nor the host agent for its code.
             self.node.tell_leader(_failure(self.rank, error))
         if self._job is not None:
             self._job.close()
@@ -154,9 +155,9 @@ class Session:
 
 
 def _failure(rank: int, error: BaseException) -> Failed:
-    if isinstance(error, ParadisError):
-        return Failed(error=type(error).__name__, text=f"worker {rank}: {error.message}")
-    return Failed(error="JobFailed", text=f"worker {rank} raised {type(error).__name__}: {error}")
+    said = error.message if isinstance(error, ParadisError) else str(error)
+    text = f"worker {rank} raised {type(error).__name__}: {said}"
+    return Failed(error="JobFailed", text=text)
 
 
 def _with_local_checkpoints(settings: SharedSettings) -> SharedSettings:
@@ -237,7 +238,7 @@ def _show_errors() -> None:
     """
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with _error_stream(os.environ) as stream, contextlib.redirect_stderr(stream):
             if not isinstance(error, ParadisError):
                 previous(kind, error, trace)
@@ -245,6 +246,12 @@ def _show_errors() -> None:
                 print(f"{kind.__module__}.{kind.__name__}: {error.message}", file=stream)
             else:
                 print(f"paradis: error: {error.message}", file=stream, flush=True)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            show(kind, error, trace)
+        except Exception:  # a signal handler raised in here, as a data loader's does
+            show(kind, error, trace)
 
     sys.excepthook = hook
 

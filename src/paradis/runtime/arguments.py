@@ -86,5 +86,5 @@ class AgentConfig:
     grace_period_s: float = 30.0
     drain_timeout_s: float = 5.0
     finish_timeout_s: float = 120.0
-    settle_s: float = 3.0
+    settle_s: float = 2.0
     connect_timeout_s: float = 10.0

@@ -317,6 +317,8 @@ class HostAgent:
                 self._enter(Phase.FINISHING, now + self._config.finish_timeout_s)
                 self._advance(now)
             case Phase.SETTLING if self._verdict.decisive or due or not workers:
+                for child in workers:
+                    self._verdict.add_dying(child.name, child.log)
                 self._say(f"error: {self._verdict.first().message}")
                 self._drain(now)
             case Phase.GRACE if due or not workers:

@@ -76,8 +76,8 @@ class RunDirectory:
         return token
 
     def clean(self) -> None:
-        """Remove token, address, locks and sockets; logs and checkpoints stay. Idempotent."""
-        for path in (self.token_file, self.address_file, *self.path.glob("*.lock")):
+        """Remove all but logs and checkpoints: token, address, metadata, sockets. Idempotent."""
+        for path in (self.token_file, self.address_file, *self.path.glob("metadata.sqlite*")):
             path.unlink(missing_ok=True)
         for path in self.path.iterdir():
             if stat.S_ISSOCK(path.lstat().st_mode):

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from paradis.errors import JobFailed, UnavailableError, error_classes
 from paradis.ids import NodeId, index_of, role_of
+from paradis.runtime.log_tail import failure_text
 
 _CONSEQUENCES: Final = tuple(
     f"paradis.errors.{name}:"
@@ -103,6 +105,14 @@ class Verdict:
     def add(self, failure: Failure) -> None:
         """Take a failure into account."""
         self._failures.append(failure)
+
+    def add_dying(self, node: str, log: Path) -> None:
+        """Judge a node that has logged why it ends but not ended: torch is slow to unload."""
+        text = failure_text(log)
+        raised = f"{role_of(NodeId(node))} {index_of(NodeId(node))} raised "
+        told = any(failure.message.startswith(raised) for failure in self._failures)
+        if told or text.startswith("paradis.errors."):
+            self.add(of_node(node, 1, text, str(log)))
 
     @property
     def any(self) -> bool:
