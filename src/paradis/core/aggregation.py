@@ -2,7 +2,7 @@
 
 Invariants:
 * a rank is counted at most once in a sum, by one route (direct, or in its rack's sum);
-* after the first direct push of a rack's worker the rack is direct for the step: its sum is refused;
+* after the first direct push of a rack's worker the rack is direct for the step, its sum refused;
 * a sum is *good* when it was made of exactly the revisions that the commits name.
 
 The same object serves the server (contributors: ranks and racks) and the rack agent (ranks only).

@@ -258,8 +258,8 @@ class LeaderRole(LeaderViews):
             absent = ", ".join(self._absent()[:8])
             waited = self.config.settings.join_timeout_s
             self._fail("DeadlineExceeded", f"the job did not start: after {waited:.0f} s still "
-                       f"missing: {absent}; look at their logs, or raise communication.join_timeout",
-                       now_ns)  # fmt: skip
+                       f"missing: {absent}; look at their logs, or raise "
+                       "communication.join_timeout", now_ns)  # fmt: skip
         elif kind == "register":
             self._on_register_deadline(rest, now_ns)
         elif kind == "lost" and not self.nodes[NodeId(rest)].gone and self._may_go(NodeId(rest)):
@@ -287,7 +287,8 @@ class LeaderRole(LeaderViews):
         have = sorted(self._registered.get((group, part), {}))
         missing = [r for r in range(self.config.workers) if r not in have and r not in self._done]
         self._fail("DeadlineExceeded", f"wrap number {group} (part {part}) was called on workers "
-                   f"{have} but not on {missing}; call paradis.wrap on every worker", now_ns)  # fmt: skip
+                   f"{have} but not on {missing}; call paradis.wrap on every worker",
+                   now_ns)  # fmt: skip
 
     def _check_alive(self, now_ns: int) -> None:
         limit_ns = int(self.config.settings.failure_timeout_s * 1e9)

@@ -1,8 +1,8 @@
 """The rack agent's role: sum the rack's gradients, push one sum per shard, fan updates out.
 
 It executes one group of the canonical tree and never shapes it, so the bits are those of direct
-pushes. Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If it
-dies they push directly, and the servers refuse its sums for that step.
+pushes. Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If
+it dies they push directly, and the servers refuse its sums for that step.
 
 Invariant: a sum is sent only with the exact (rank, revision) list it was made of.
 """

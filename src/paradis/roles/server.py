@@ -148,7 +148,7 @@ class ServerRole(Receiver):
             self.tell_state(source, message.worker, group)
 
     def _consider(self, group: HeldGroup) -> None:
-        """Commits or members changed: judge the step when all are in, then go on with the shards."""
+        """Commits or members changed: judge the step when all are in, then go on with shards."""
         if self.view is None:
             return
         if not group.verdict and self.everybody(group, group.commits) and group.commits:

@@ -142,8 +142,9 @@ class Fence:
     def look(self, node: SummingNode, event: ev.Received, effects: Sequence[fx.Effect]) -> None:
         """A push or commit of another generation must have been refused."""
         message, view = event.message, node.role.view
-        guarded = isinstance(message, msg.Push | msg.RackPush | msg.Commit)
-        if not guarded or view is None or message.generation == view.generation:
+        if not isinstance(message, msg.Push | msg.RackPush | msg.Commit) or view is None:
+            return
+        if message.generation == view.generation:
             return
         refused = any(isinstance(e, fx.Send) and isinstance(e.message, msg.Stale) for e in effects)
         demand(refused and event.lease not in node.leased(), self,

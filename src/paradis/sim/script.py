@@ -143,13 +143,14 @@ class Script:
             mine.values[shard.shard] = self._initial(shard)
             mine.gradients[shard.shard] = torch.zeros(shard.length, dtype=workload.dtype)
             mine.changes[shard.shard] = 0
-        new = tuple(s.shard for s in plan.shards)
+        new = tuple(s.shard for s in plan.shards if s.length)
         leaves = self.job.leaves
         if self.rank == min(
             r for r in range(self.job.workers) if leaves.get(r, self.job.steps) > self.step
         ):
-            for shard_id in new:
-                self.worker.sim.reference.start(shard_id, self.step, mine.values[shard_id])
+            for shard in plan.shards:
+                value = mine.values[shard.shard]
+                self.worker.sim.reference.start(shard.shard, self.step, value)
             keys: Assignment = (("value",), (workload.dtype_name,), {})
             self.worker.tell(ev.AssignAsked(group, dict.fromkeys(new, keys)))
             yield (group, "assign")
@@ -319,10 +320,12 @@ class Script:
         mine = self.tensors[group]
         version = self.step + 1
         if self.chance(self.habits.look):
-            for value in mine.values.values():
-                value.fill_(-2.0)
-            if self.chance(0.5):
-                self.worker.tell(ev.PullAsked(group, tuple(mine.plans)))
+            whole = self.chance(0.5)
+            asked = [p for p in mine.plans.values() if p.length] if whole else mine.active()
+            for plan in asked:
+                mine.values[plan.shard].fill_(-2.0)
+            if whole:
+                self.worker.tell(ev.PullAsked(group, tuple(p.shard for p in asked)))
                 yield (group, "pull")
             else:
                 self.worker.tell(ev.StateAsked(group))
