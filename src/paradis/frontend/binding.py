@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paradis.errors import ConfigError, ParadisError, StateError
+from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
 from paradis.frontend.naming import Named, layout_of, name_parameters
 from paradis.frontend.session import Session
@@ -18,14 +19,7 @@ from paradis.roles import events as ev
 from paradis.roles.effects import Complete
 from paradis.roles.worker_state import Assignment
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
-from paradis.storage.manifest import (
-    Manifest,
-    check_parameters,
-    group_directory,
-    read_manifest,
-    resolve,
-    step_directory,
-)
+from paradis.storage.manifest import Manifest, group_directory, step_directory
 from paradis.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -51,6 +45,7 @@ class Binding:
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
         self._steps_before = 0
+        self._manifest: Manifest | None = None
         self._parts = 0
         self._named: list[Named] = []
         self._trained: dict[int, None] = {}
@@ -167,6 +162,9 @@ class Binding:
         added = [n for n in added if id(n.tensor) not in self._trained]
         options = [options_of(g) for g in optimizer.param_groups]
         plan = self.register(added, options, step=self._step)
+        if plan.restore and self._manifest is not None:
+            restoring.check_added(self._manifest, [n.spec for n in added])
+            restoring.take_options(self._manifest, optimizer)
         self.initialize(plan, give=self.give_values)
 
     def give_values(self, shards: Sequence[int]) -> None:
@@ -222,13 +220,11 @@ class Binding:
         Raises:
             SnapshotCorrupt: it is of another model, damaged or incomplete.
         """
-        directory = group_directory(resolve(Path(plan.restore)), self.group)
-        manifest = read_manifest(directory)
-        specs = [n.spec for n in self._named]
-        check_parameters(manifest, specs, {s.name: s.strides for s in specs if s.strides})
+        manifest = restoring.open_manifest(plan.restore, self.group, [n.spec for n in self._named])
+        self._manifest = manifest
         self.restored = dict(manifest.extra)
         self._steps_before = manifest.step
-        _restore_options(manifest, optimizer)
+        restoring.take_options(manifest, optimizer)
 
     def save(
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
@@ -256,10 +252,3 @@ class Binding:
             done = node.wait(-1, "checkpoint", timeout_s=600.0)
             return done.path
         return str(path)
-
-
-def _restore_options(manifest: Manifest, optimizer: torch.optim.Optimizer) -> None:
-    for group, options in zip(optimizer.param_groups, manifest.options, strict=False):
-        for key, value in options.items():
-            restored = tuple(value) if isinstance(value, list) else value
-            group[key] = restored

@@ -68,5 +68,5 @@ def make_plan(
         generation=generation, group=register.group, part=register.part,
         first_parameter=first_parameter, parameters=register.parameters,
         optimizer=register.optimizer, options=register.options, shards=shards,
-        step=register.step, restore=settings.restore,
+        step=register.step, restore="" if register.step else settings.restore,
     )  # fmt: skip

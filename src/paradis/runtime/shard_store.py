@@ -171,14 +171,16 @@ class ShardStore:
         """
         held = self.shards[shard]
         directory = group_directory(resolve(Path(path)), group)
-        reader = PieceReader(directory, read_manifest(directory))
+        manifest = read_manifest(directory)
+        trained = {p.name for p in manifest.parameters if p.options_group >= 0}
+        reader = PieceReader(directory, manifest)
         for index, (segment, spec) in enumerate(zip(held.plan.segments, held.specs, strict=True)):
             for key in reader.keys(spec.name):
                 if key == "value":
                     held.segments[index].copy_(
                         reader.read(spec.name, key, segment.offset, segment.length, spec.dtype)
                     )
-            if held.optimizer is None:
+            if held.optimizer is None or spec.name not in trained:
                 continue
             tensors = {
                 key: reader.read(
