@@ -191,9 +191,17 @@ def _dispatcher(given: argparse.Namespace) -> int:
             f"dispatcher {arguments.index} needs --dispatchers HOST:PORT, the control address of "
             "dispatcher 0"
         )
+    # Listens before it imports torch: the other nodes start meanwhile.
+    from paradis.runtime.leader_control import open_control
+
+    control = None
+    if arguments.index == 0:
+        control = open_control(
+            arguments.control_address, arguments.token_file, arguments.address_file
+        )
     from paradis.runtime import process
 
-    return process.run_dispatcher(arguments)
+    return process.run_dispatcher(arguments, control)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from paradis.roles.events import LeaveAsked
 from paradis.runtime import joining
 from paradis.runtime.local import LocalJob, make_worker
 from paradis.runtime.process import require_assertions
+from paradis.runtime.rundir import read_token
 from paradis.runtime.worker_node import WorkerNode
 from paradis.settings import SharedSettings, settings_from
 from paradis.transport.base import Identity
@@ -88,7 +89,7 @@ class Session:
                 "job's token"
             )
         address = environ["PARADIS_DISPATCHERS"].split(",")[0].strip()
-        token = joining.read_token(Path(token_file))
+        token = read_token(Path(token_file))
         stream = joining.LeaderStream(address, token)
         timeout_s = float(load_config(None, environ, {}).config.communication.join_timeout)
         welcome = stream.join(

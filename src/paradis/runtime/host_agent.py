@@ -141,7 +141,7 @@ class HostAgent:
         Raises:
             ConfigError: the system refuses.
         """
-        if self._phase is Phase.RUNNING:
+        if self._phase is Phase.RUNNING and not self._verdict.any:
             log = self._run.log(command.name)
             try:
                 self._children[command.name] = Child(command, log, self._forward)
@@ -170,14 +170,17 @@ class HostAgent:
     def join_leader(self, address: str, token: bytes) -> None:
         """Open the control stream on which this agent speaks for its nodes.
 
-        Raises:
-            PeerUnreachable: the leader does not answer.
-            JoinRefused: it does not accept the token.
+        A leader that does not answer is a failure of the job; it may yet say why by its end.
         """
         control = ControlConfig(keepalive_s=self._config.heartbeat_interval_s)
         host = socket.gethostname()
         self._client = ControlClient(address, token, self, control)
-        self._client.connect(self._config.connect_timeout_s)
+        try:
+            self._client.connect(self._config.connect_timeout_s)
+        except ParadisError as error:
+            self._client = None
+            self._verdict.add(verdict.of_leader(type(error).__name__, error.message))
+            return
         self._send(Join(node=f"agent-{host}", role="agent", host=host, pid=os.getpid()))
         self._next_beat = time.monotonic()
 
@@ -289,8 +292,6 @@ class HostAgent:
             self._send(NodeExited(node=child.name, code=child.code, text=line))
             return
         self._send(NodeExited(node=child.name, code=child.code, text=text))
-        if child.name == LEADER and self._verdict.any:
-            return  # it said why before it ended
         if child.code:
             self._verdict.add(failure)
         elif _role(child.name) != "worker":
@@ -316,7 +317,9 @@ class HostAgent:
             case Phase.RUNNING if not workers and self._has_workers():
                 self._enter(Phase.FINISHING, now + self._config.finish_timeout_s)
                 self._advance(now)
-            case Phase.SETTLING if self._verdict.decisive or due or not workers:
+            case Phase.SETTLING if (
+                self._verdict.decisive or due or (self._has_workers() and not workers)
+            ):
                 for child in workers:
                     self._verdict.add_dying(child.name, child.log)
                 self._say(f"error: {self._verdict.first().message}")

@@ -8,13 +8,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from paradis.control.client import ControlClient
 from paradis.control.settings import ControlConfig
-from paradis.errors import ConfigError, DeadlineExceeded, ParadisError, from_name
+from paradis.errors import DeadlineExceeded, ParadisError, from_name
 from paradis.ids import LEADER, NodeId
 from paradis.observe.metrics import Counters
 from paradis.roles.events import Event, PeerLost, Received
@@ -22,25 +21,6 @@ from paradis.settings import SharedSettings, settings_from
 from paradis.transport.base import LinkConfig, Transport
 from paradis.transport.sockets import SocketTransport
 from paradis.wire.messages import Beat, ControlMessage, Failed, Join, Refused, Report, Welcome
-
-
-def read_token(path: Path) -> bytes:
-    """Return the job's token from its file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable or empty.
-    """
-    try:
-        token = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"token file refused: {path}: {error.strerror}; copy the file that `paradis run` or "
-            "your scheduler made for this job to this host and name it by --token-file or "
-            "PARADIS_TOKEN_FILE"
-        ) from error
-    if not token:
-        raise ConfigError(f"token file refused: {path} is empty; write the job's token into it")
-    return token
 
 
 def capability() -> dict[str, str]:

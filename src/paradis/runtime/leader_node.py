@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from paradis import version
-from paradis.control.service import ControlServer, Session
+from paradis.control.service import Session
 from paradis.errors import (
     InternalError,
     JoinRefused,
@@ -24,6 +24,7 @@ from paradis.roles import effects as fx
 from paradis.roles.events import Event, ManifestWritten, PeerLost, Received
 from paradis.roles.leader import LeaderConfig, LeaderRole
 from paradis.runtime.driver import Driver
+from paradis.runtime.leader_control import LeaderControl
 from paradis.storage.checkpoint import prune, remove_incomplete
 from paradis.storage.manifest import Manifest, write_manifest
 from paradis.storage.metastore import MetaStore
@@ -91,18 +92,14 @@ class LeaderNode:
         self.error: ParadisError | None = None
         self._lock = threading.Lock()
         self._targets: dict[NodeId, Target] = {}
-        self._server: ControlServer | None = None
+        self._control: LeaderControl | None = None
         self._writers: list[threading.Thread] = []
         self.driver = Driver(LEADER, self.role, self._carry, self._broken)
 
-    def serve(self, address: str, token: bytes) -> str:
-        """Accept streams; return the real address.
-
-        Raises:
-            ConfigError: the address is malformed or in use.
-        """
-        self._server = ControlServer(address, token, self)
-        return self._server.address
+    def serve(self, control: LeaderControl) -> None:
+        """Take the streams of an open control plane, and own it from now on."""
+        self._control = control
+        control.bind(self)
 
     # ------------------------------------------------------------- sessions
 
@@ -170,7 +167,9 @@ class LeaderNode:
     def _write(self, effect: fx.WriteManifest) -> None:
         checkpoint = effect.info.checkpoint
         try:
-            path = write_manifest(Path(checkpoint), _manifest(effect))
+            # A job resumes with all its groups or not at all.
+            groups = tuple(sorted({group for group, _ in list(self.role.plans)}))
+            path = write_manifest(Path(checkpoint), _manifest(effect, groups))
             root = path.parent.parent.parent
             remove_incomplete(root)
             if self._keep > 0:
@@ -189,8 +188,8 @@ class LeaderNode:
         for writer in self._writers:
             writer.join(10.0)
         self.driver.stop()
-        if self._server is not None:
-            self._server.close()
+        if self._control is not None:
+            self._control.close()
         self._store.close()
 
 
@@ -198,7 +197,7 @@ def _named(join: Join, node: NodeId) -> Join:
     return msgspec.structs.replace(join, node=node)
 
 
-def _manifest(effect: fx.WriteManifest) -> Manifest:
+def _manifest(effect: fx.WriteManifest, groups: tuple[int, ...]) -> Manifest:
     parameters = tuple(p for plan in effect.plans for p in plan.parameters)
     scalars: dict[str, dict[str, float]] = {}
     for part in effect.parts:
@@ -207,7 +206,7 @@ def _manifest(effect: fx.WriteManifest) -> Manifest:
         paradis=version.VERSION,
         step=effect.info.step,
         group=effect.info.group,
-        groups=(effect.info.group,),
+        groups=groups,
         parameters=parameters,
         optimizer=effect.plans[0].optimizer,
         options=effect.info.options,

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -28,11 +27,12 @@ from paradis.runtime.joining import (
     is_remote,
     make_join,
     make_transports,
-    read_token,
     shared_settings,
 )
+from paradis.runtime.leader_control import LeaderControl
 from paradis.runtime.leader_node import LeaderNode, LocalChannel
 from paradis.runtime.node import ControlChannel, Node
+from paradis.runtime.rundir import read_token
 from paradis.runtime.server_node import AgentNode, ServerNode
 from paradis.settings import SharedSettings
 from paradis.storage.metastore import SqliteStore
@@ -232,8 +232,12 @@ def _without_compiler() -> None:
         method.__dict__.setdefault("__dynamo_disable", method)
 
 
-def run_dispatcher(arguments: DispatcherArguments) -> int:
-    """Run one dispatcher until the job ends; index 0 leads. Return the exit status.
+def run_dispatcher(arguments: DispatcherArguments, control: LeaderControl | None = None) -> int:
+    """Run one dispatcher until the job ends. Return the exit status.
+
+    Args:
+        arguments: what it is to do.
+        control: the open control plane, for the dispatcher that leads only.
 
     Raises:
         ParadisError: it cannot listen or join.
@@ -243,8 +247,8 @@ def run_dispatcher(arguments: DispatcherArguments) -> int:
     start_logging(dispatcher_id(arguments.index))
     torch.set_num_threads(1)
     token = read_token(arguments.token_file)
-    if arguments.index == 0:
-        return _lead(arguments, token, signals)
+    if control is not None:
+        return _lead(arguments, control, token, signals)
     stream = LeaderStream(arguments.dispatchers, token)
     welcome = stream.join(
         make_join("dispatcher", arguments.index, rack=arguments.rack),
@@ -306,7 +310,9 @@ def leader_config(
     )
 
 
-def _lead(arguments: DispatcherArguments, token: bytes, signals: _Signals) -> int:
+def _lead(
+    arguments: DispatcherArguments, control: LeaderControl, token: bytes, signals: _Signals
+) -> int:
     run_directory = arguments.run_directory.absolute()
     settings = arguments.settings
     if not settings.checkpoint_directory:
@@ -338,9 +344,7 @@ def _lead(arguments: DispatcherArguments, token: bytes, signals: _Signals) -> in
         join = make_join("dispatcher", 0, rack=arguments.rack)
         channel.send(join)
         agent.tell_leader(Listening(node=dispatcher_id(0), addresses=addresses))
-        address = leader.serve(arguments.control_address, token)
-        if arguments.address_file is not None:
-            _write_address(arguments.address_file, address)
+        leader.serve(control)
         pulse = _pulse(agent, settings, beat=False)
         reported = False
         while not leader.ended.wait(_LOOK_S):
@@ -357,10 +361,3 @@ def _lead(arguments: DispatcherArguments, token: bytes, signals: _Signals) -> in
             agent.close()
         leader.close()
     return _status(dispatcher_id(0), leader.error, leader.reason)
-
-
-def _write_address(path: Path, address: str) -> None:
-    """Publish the control address by rename, so that nobody reads half of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(address + "\n", encoding="ascii")
-    partial.rename(path)

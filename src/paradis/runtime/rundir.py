@@ -94,8 +94,9 @@ def read_token(path: Path) -> bytes:
         token = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(
-            f"token file {path} cannot be read: {error.strerror}; "
-            "give --token-file or PARADIS_TOKEN_FILE the file of this job"
+            f"token file {path} cannot be read: {error.strerror}; copy the file that `paradis run` "
+            "or your scheduler made for this job to this host and name it by --token-file or "
+            "PARADIS_TOKEN_FILE"
         ) from error
     if not token:
         raise ConfigError(f"token file {path} is empty; expected the job's token")
