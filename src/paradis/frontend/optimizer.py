@@ -118,6 +118,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         state = scaler._per_optimizer_states[id(self)]
         if not state["found_inf_per_device"]:
             scaler.unscale_(self)
+        if not state["found_inf_per_device"]:
+            # No gradient here in this step, but perhaps an overflow elsewhere: note it, too.
+            device = next(p.device for g in self.param_groups for p in g["params"])
+            state["found_inf_per_device"] = {device: torch.zeros((), device=device)}
         found = sum(float(t.item()) for t in state["found_inf_per_device"].values())
         return found > 0, state
 

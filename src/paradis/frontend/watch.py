@@ -6,7 +6,7 @@ own dictionaries; names are compared only when something moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class ModelWatch:
         self._model = model
         self._trained: dict[int, torch.Tensor] = {}
         self._names: dict[str, torch.Tensor] = {}
-        self._anchors: list[tuple[dict[str, Any], str, object]] = []
+        self._holders: list[tuple[torch.nn.Module, object, object]] = []
+        self._anchors: list[tuple[Mapping[str, Any], str, object]] = []
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Watch these parameters, too, wherever the model holds them now."""
@@ -34,10 +35,10 @@ class ModelWatch:
         self._anchor()
 
     def _anchor(self) -> None:
-        self._anchors = []
+        self._holders, self._anchors = [], []
         for module in self._model.modules():
-            children: dict[str, Any] = dict(module._modules)
-            self._anchors += [(module._modules, k, child) for k, child in children.items()]
+            self._holders.append((module, module._modules, module._parameters))
+            self._anchors += [(module._modules, k, child) for k, child in module._modules.items()]
             self._anchors += [
                 (module._parameters, key, tensor)
                 for key, tensor in module._parameters.items()
@@ -49,10 +50,7 @@ class ModelWatch:
 
         A parameter that has left the model counts as unused, as in torch.
         """
-        for holder, key, thing in self._anchors:
-            if holder.get(key) is not thing:
-                break
-        else:
+        if not self._moved():
             return ""
         present = dict(every_name(self._model))
         for name, tensor in self._names.items():
@@ -60,3 +58,9 @@ class ModelWatch:
                 return name
         self._anchor()
         return ""
+
+    def _moved(self) -> bool:
+        for module, children, parameters in self._holders:  # Sequential renews its dictionary
+            if module._modules is not children or module._parameters is not parameters:
+                return True
+        return any(holder.get(key) is not thing for holder, key, thing in self._anchors)

@@ -278,6 +278,24 @@ def grad_scaler_with_clipping(at: Place) -> Results:
 
 
 @case
+def grad_scaler_without_gradients(at: Place) -> Results:
+    """Rank 0 has no gradient, once while another rank overflows."""
+    model = Scalars(w=1.0)
+    optimizer = at.wrap(model, SGD(model.parameters(), lr=0.125))
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scales = []
+    for step in range(4):
+        if step == 0 or at.rank > 0:
+            factor = float("inf") if step == 2 else 1.0
+            scaler.scale(model.w * factor).backward()
+        at.scaler_step(scaler, optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return {**values(model), "scales": scales}
+
+
+@case
 def moving_average_and_two_models(at: Place) -> Results:
     generator, critic = mlp(at.rank), mlp(at.rank + 10)
     first = at.wrap(generator, Adam(generator.parameters(), lr=0.01))

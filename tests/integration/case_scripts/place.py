@@ -156,6 +156,8 @@ class PlainPlace(Place):
         state = scaler._per_optimizer_states[id(optimizer)]
         if not state["found_inf_per_device"]:
             scaler.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            state["found_inf_per_device"] = {torch.device("cpu"): torch.zeros(())}
         (found,) = state["found_inf_per_device"].values()
         found.fill_(max(self.gather(float(found))))
         scaler.step(optimizer)
