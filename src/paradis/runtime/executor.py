@@ -1,4 +1,4 @@
-"""Runs numeric jobs on a few threads; every job is one intra-op thread, so bits never depend on cores."""
+"""Runs numeric jobs on a few threads, each on one intra-op thread: bits never depend on cores."""
 
 from __future__ import annotations
 
