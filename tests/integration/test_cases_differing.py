@@ -71,11 +71,10 @@ def test_the_end_of_batches_is_announced(cluster: Any) -> None:
     os.mkfifo(cluster.directory / "go")
     words = ("--workers", "2", "--servers", "1", str(SCRIPT), str(cluster.directory), "batches")
     running = cluster.start("run", *words)
-    running.until("worker 1 finished early, after step 4")
     (cluster.directory / "go").open("w").close()
     code, err = running.end()
     assert code == 0, err
-    assert "the mean is now over 1 workers: 0" in err
+    assert "worker 1 finished early, after step 4; the mean is now over 1 workers: 0" in err
     _assert_batches(json.loads((cluster.directory / "0.json").read_text())["values"])
 
 

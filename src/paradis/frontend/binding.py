@@ -241,7 +241,7 @@ class Binding:
             str(group_directory(path, self.group)), self.group, self.steps_done, options, extra
         )
         node = self.session.node
-        node.forget(-1, "checkpoint")
+        node.forget(-1, f"checkpoint {info.checkpoint}")
         buffers = [s for s, m in self.memory.shards.items() if m.plan.is_buffer and m.plan.length]
         if buffers:
             for bound in self.memory.tensors:
@@ -249,6 +249,6 @@ class Binding:
             self.give_values(buffers)
         self.ask("snapshot", ev.SnapshotAsked(self.group, info))
         if wait:
-            done = node.wait(-1, "checkpoint", timeout_s=600.0)
+            done = node.wait(-1, f"checkpoint {info.checkpoint}", timeout_s=600.0)
             return done.path
         return str(path)

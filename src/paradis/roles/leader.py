@@ -23,6 +23,10 @@ from paradis.wire import messages as msg
 __all__ = ["LeaderConfig", "LeaderRole"]
 
 
+_SAID_MAX = 64
+"""Announcements remembered so that they are not repeated."""
+
+
 class LeaderRole(LeaderViews):
     """Pure state machine of the leading dispatcher's control duty."""
 
@@ -33,6 +37,7 @@ class LeaderRole(LeaderViews):
         self._done: dict[int, None] = {}
         self._saves = Saves()
         self._reports: dict[str, dict[str, float]] = {}
+        self._said: dict[str, None] = {}
         self._next_shard = 0
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
@@ -75,7 +80,12 @@ class LeaderRole(LeaderViews):
             case msg.Failed():
                 self._fail(message.error, message.text, now_ns)
             case msg.Announcement():
-                self._announce(message.level, message.text)
+                if message.text not in self._said:  # every server may have the same to say
+                    self._said = {
+                        **dict.fromkeys(list(self._said)[-_SAID_MAX:]),
+                        message.text: None,
+                    }
+                    self._announce(message.level, message.text)
             case msg.Report():
                 self._reports[message.node] = message.counters
             case msg.CheckpointInfo() | msg.Saved() | msg.SaveFailed():
@@ -190,20 +200,12 @@ class LeaderRole(LeaderViews):
         if self.view is None:
             self._check_never_joined(now_ns)
             return
-        self._early_finish(rank, steps, now_ns)
+        self._go_on_without(rank, now_ns)
 
-    def _early_finish(self, rank: int, steps: dict[int, int], now_ns: int) -> None:
+    def _go_on_without(self, rank: int, now_ns: int) -> None:
+        """The servers say so, or fail the job, if the others really make another step."""
         assert self.view is not None
         members = [r for r in self.view.members if r != rank]
-        at = ", ".join(f"step {n}" for n in steps.values()) or "the step it committed last"
-        text = f"worker {rank} finished after {at}"
-        if self.config.settings.on_early_finish == "fail" and members:
-            waiting = ", ".join(f"worker {r}" for r in members)
-            self._fail("WorkersDisagree", f"{text} while others go on ({waiting}); give all "
-                       "workers the same number of batches, or set training.on_early_finish: "
-                       "continue", now_ns)  # fmt: skip
-            return
-        self._out.append(fx.SetTimer(f"early:{rank}", now_ns + 500_000_000))
         self._publish_view(members, self.view.tree, self.view.racks)
         for key in list(self._registered):
             self._plan_if_complete(key, now_ns)
@@ -270,13 +272,6 @@ class LeaderRole(LeaderViews):
                        "stream without leaving; look at its log", now_ns)  # fmt: skip
         elif kind == "alive":
             self._check_alive(now_ns)
-        elif kind == "early" and len(self._done) < self.config.workers:
-            rank = int(rest)
-            steps = ", ".join(f"step {n}" for n in self._left[rank].values())
-            left = ", ".join(str(r) for r in self.view.members) if self.view else ""
-            self._announce("warning", f"worker {rank} finished early, after {steps}; the mean is "
-                           f"now over {self.config.workers - len(self._done)} workers: "
-                           f"{left}")  # fmt: skip
         elif kind == "summary":
             self._summary()
 

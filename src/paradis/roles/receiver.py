@@ -73,11 +73,12 @@ class HeldGroup:
         squares: round of norm requests -> the answer; the last one only.
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
+        gone: ranks whose early finish was told.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped")  # fmt: skip
+                 "skipped", "gone")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -95,6 +96,7 @@ class HeldGroup:
         self.since_ns = 0
         self.copying = self.copied = ""
         self.skipped = -2
+        self.gone: dict[int, None] = {}
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""

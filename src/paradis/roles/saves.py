@@ -27,7 +27,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._open: dict[str, Save] = {}
-        self._closed: dict[str, None] = {}
+        self._closed: dict[str, msg.CheckpointDone] = {}
 
     def __bool__(self) -> bool:
         """Whether a checkpoint is not complete."""
@@ -46,8 +46,8 @@ class Saves:
             The manifest to write if that was the last part, the bad news if a server failed.
         """
         name = message.checkpoint
-        if name in self._closed:
-            return None
+        if name in self._closed:  # asked for again at the same step: it is there, or failed
+            return self._closed[name] if isinstance(message, msg.CheckpointInfo) else None
         save = self._open.setdefault(name, Save())
         if isinstance(message, msg.CheckpointInfo):
             save.info = save.info or message
@@ -70,5 +70,6 @@ class Saves:
         save = self._open.pop(name, None)
         if save is None or save.info is None:
             return None
-        self._closed[name] = None
-        return msg.CheckpointDone(checkpoint=name, path=path, step=save.info.step, error=error)
+        done = msg.CheckpointDone(checkpoint=name, path=path, step=save.info.step, error=error)
+        self._closed[name] = done
+        return done

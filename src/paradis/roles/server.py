@@ -27,6 +27,7 @@ class ServerRole(Receiver):
         warning_ns: how long a step may wait for workers before a warning names them.
         timeout_ns: how long before the job fails with ``Gradient sync timeout``.
         check_finite: refuse sums with NaN or infinity.
+        early_finish_fails: a step without a worker that left early ends the job.
     """
 
     _serves_racks = True
@@ -34,9 +35,11 @@ class ServerRole(Receiver):
     def __init__(
         self, node: NodeId, *, quota_bytes: int, warning_ns: int, timeout_ns: int,
         check_finite: bool = True,
+        early_finish_fails: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(node, quota_bytes=quota_bytes, check_finite=check_finite)
         self.warning_ns = warning_ns
+        self.early_finish_fails = early_finish_fails
         self.timeout_ns = timeout_ns
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
@@ -164,10 +167,28 @@ class ServerRole(Receiver):
         if refusal:
             self._refuse(group, "WorkersDisagree", refusal)
             return
+        if not self._tell_early_finish(group, members):
+            return
         group.verdict = "skip" if any(c.found_inf for c in commits.values()) else "apply"
         if group.verdict == "skip":
             group.skipped = group.step
         group.options = commits[members[0]].options
+
+    def _tell_early_finish(self, group: HeldGroup, members: tuple[int, ...]) -> bool:
+        """The first step without a worker that left: say so; False if that ends the job."""
+        assert self.view is not None
+        for rank, steps in sorted(self.view.left.items()):
+            if rank in members or rank in group.gone:
+                continue
+            group.gone[rank] = None
+            text = step_rules.early_finish_text(rank, steps.get(group.index, 0), members)
+            if self.early_finish_fails:
+                self._refuse(group, "WorkersDisagree", f"step {group.step} refused: {text}; give "
+                             "all workers the same number of batches, or set "
+                             "training.on_early_finish: continue")  # fmt: skip
+                return False
+            self._send("dispatcher-0", msg.Announcement(level="warning", text=text))
+        return True
 
     def _refuse(self, group: HeldGroup, error: str, text: str) -> None:
         group.verdict = "refused"

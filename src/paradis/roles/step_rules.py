@@ -63,6 +63,16 @@ def parameter_at(plan: msg.ShardPlan, specs: Sequence[msg.ParameterSpec], elemen
     return f"shard {plan.shard}"
 
 
+def early_finish_text(rank: int, steps: int, members: Sequence[int]) -> str:
+    """Return the line that says that the others go on without a worker that ran out of batches."""
+    at = f"step {steps}" if steps >= 0 else "the step it committed last"
+    left = ", ".join(str(r) for r in members)
+    return (
+        f"worker {rank} finished early, after {at}; the mean is now over {len(members)} workers: "
+        f"{left}"
+    )
+
+
 def sync_timeout_text(node: str, group: HeldGroup, missing: Sequence[int], waited_ns: int) -> str:
     """Return the ``Gradient sync timeout`` line: step, shard, parameter, and who is missing."""
     shard = next(iter(group.shards.values()))

@@ -90,7 +90,7 @@ class WorkerRole(WorkerValues):
                 self._out.append(
                     fx.Complete(
                         -1,
-                        "checkpoint",
+                        f"checkpoint {message.checkpoint}",
                         message.step,
                         "StateError" if message.error else "",
                         message.error,

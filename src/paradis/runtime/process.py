@@ -115,6 +115,7 @@ def make_server(
         warning_ns=int(settings.straggler_warning_s * 1e9),
         timeout_ns=int(settings.sync_timeout_s * 1e9),
         check_finite=settings.check_finite,
+        early_finish_fails=settings.on_early_finish == "fail",
     )
     return ServerNode(
         role,
