@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -49,39 +50,58 @@ def test_its_seeds_pass_without_it(mutant: mutants.Mutant) -> None:  # type: ign
 
 
 TRACES = """
-import importlib.util, sys
+import importlib.util, json, sys
 import pytest
 spec = importlib.util.spec_from_file_location("mutants", sys.argv[1])
 mutants = importlib.util.module_from_spec(spec)
 sys.modules["mutants"] = mutants
 spec.loader.exec_module(mutants)
+runs = [(seed, workload) for seed in (3, 5, 8) for workload in ("counting", "floats")]
+plain = [mutants.run(*each) for each in runs]
 with pytest.MonkeyPatch.context() as patch:
-    if sys.argv[2] == "planted":
-        mutants.set_order(patch)
-    print([mutants.run(seed, workload) for seed in (3, 5) for workload in ("counting", "floats")])
+    mutants.set_order(patch)
+    planted = [mutants.run(*each) for each in runs]
+print(json.dumps([plain, planted]))
 """
 
 
-def traces(*, planted: bool) -> set[str]:
-    """Return the different traces of a few seeds in three processes with their own hash seeds."""
-    found = set()
-    for hash_seed in ("0", "1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(SRC)}
-        done = subprocess.run(
-            [sys.executable, "-c", TRACES, str(HERE / "mutants.py"), "planted" if planted else "-"],
-            env=environment, capture_output=True, text=True, timeout=100, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.add(done.stdout)
+@pytest.fixture(scope="module")
+def traces() -> list[tuple[list[str], list[str]]]:
+    """Return the traces of a few seeds, without and with the mutant, under three hash seeds."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRACES, str(HERE / "mutants.py")],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(SRC)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for hash_seed in ("0", "1", "2")
+    ]
+    found = []
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=250)
+            assert process.returncode == 0
+            found.append(tuple(json.loads(out)))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     return found
 
 
-def test_same_seed_same_trace_whatever_the_hash_seed() -> None:
-    assert len(traces(planted=False)) == 1
+Traces = list[tuple[list[str], list[str]]]
 
 
-def test_replay_catches_a_set_that_decides_the_order() -> None:
-    assert len(traces(planted=True)) > 1
+@pytest.mark.timeout(300)
+def test_same_seed_same_trace_whatever_the_hash_seed(traces: Traces) -> None:
+    first = traces[0][0]
+    assert all(plain == first for plain, _ in traces)
+    assert len(set(first)) == len(first)
+
+
+def test_replay_catches_a_set_that_decides_the_order(traces: Traces) -> None:
+    assert any(planted != traces[0][1] for _, planted in traces)
 
 
 def test_layers_catch_a_clock_in_a_role() -> None:
