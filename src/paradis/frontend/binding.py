@@ -47,6 +47,7 @@ class Binding:
         self._steps_before = 0
         self._manifest: Manifest | None = None
         self._parts = 0
+        self._order_told = False
         self._named: list[Named] = []
         self._trained: dict[int, None] = {}
         self._watch = ModelWatch(model)
@@ -173,6 +174,17 @@ class Binding:
             s: (("value",), (self.memory.shards[s].plan.dtype,), {}) for s in shards
         }
         self.ask("assign", ev.AssignAsked(self.group, entries))
+
+    def order_to_tell(self) -> tuple[int, ...]:
+        """Return the admission order that the first backward taught, once, on the lowest rank."""
+        if self._order_told or not self.collector.yielded or self.members()[0] != self.session.rank:
+            return ()
+        self._order_told = True
+        planned = [
+            s for s, m in self.memory.shards.items() if m.plan.length and not m.plan.is_buffer
+        ]
+        learnt = tuple(dict.fromkeys([*self.collector.yielded, *planned]))
+        return () if learnt == tuple(planned) else learnt
 
     # ---------------------------------------------------------------- checks
 

@@ -42,6 +42,7 @@ class Collector:
 
     Attributes:
         pushing: hooks hand over; off under ``no_sync``.
+        yielded: shards that backward handed over in the step closed last, in order.
         deferred: pushes start in ``step()``: in the first step, where a GradScaler may be in use
             (what it unscales bumps no version counter), from then on if one is, and where the
             script changes most gradients after backward (clips them, say).
@@ -64,6 +65,7 @@ class Collector:
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
         self._handed_shards: dict[int, None] = {}
+        self.yielded: tuple[int, ...] = ()
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     # ------------------------------------------------------------------- hooks
@@ -179,6 +181,7 @@ class Collector:
             handed over with other bytes.
         """
         self.attach()
+        self.yielded = tuple(self._handed_shards)
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)
         changed: dict[int, None] = {}

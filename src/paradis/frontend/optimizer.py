@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
@@ -64,6 +65,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         binding.check()
         overflow, scaler_state = self._unscale(grad_scaler)
         commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
+        order = binding.order_to_tell()
+        if order:
+            commit = msgspec.structs.replace(commit, order=order)
         start = time.perf_counter()
         done = binding.ask(
             "step", ev.StepClosed(binding.group, commit, present, revised), explain=self._explain

@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+import msgspec
+
 from paradis.core.tree import restrict
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
@@ -173,6 +175,20 @@ class ServerRole(Receiver):
         if group.verdict == "skip":
             group.skipped = group.step
         group.options = commits[members[0]].options
+        self._adopt_order(group, commits[members[0]].order)
+
+    def _adopt_order(self, group: HeldGroup, order: tuple[int, ...]) -> None:
+        """Take over the learnt admission order. It reaches every worker with this step's updates.
+
+        All pushers to a receiver must keep to one order. Workers cannot start the next step without
+        every update; a rack agent might miss one, so with rack agents the planned order stays.
+        """
+        if not order or self.rack_of():
+            return
+        for place, shard_id in enumerate(order):
+            shard = group.shards.get(shard_id)
+            if shard is not None:
+                shard.plan = msgspec.structs.replace(shard.plan, priority=place)
 
     def _tell_early_finish(self, group: HeldGroup, members: tuple[int, ...]) -> bool:
         """The first step without a worker that left: say so; False if that ends the job."""
@@ -281,7 +297,7 @@ class ServerRole(Receiver):
         update = msg.Update(
             generation=self.view.generation, group=group.index, shard=shard.plan.shard,
             step=shard.version - 1, version=shard.version, unchanged=unchanged,
-            found_inf=group.verdict == "skip",
+            found_inf=group.verdict == "skip", priority=shard.plan.priority,
         )  # fmt: skip
         payload = None if unchanged else fx.Sections(group.index, shard.plan.shard)
         self._send(target, update, payload)
@@ -301,7 +317,7 @@ class ServerRole(Receiver):
         update = msg.Update(
             generation=self.view.generation if self.view else 0, group=group.index,
             shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
-            found_inf=group.skipped == shard.version - 1,
+            found_inf=group.skipped == shard.version - 1, priority=shard.plan.priority,
         )  # fmt: skip
         self._send(source, update, fx.Sections(group.index, pull.shard))
 

@@ -48,16 +48,18 @@ class Shard:
         stale: the receiver is in a newer generation; push again when we are, too.
         detour: goes through the lane in this step, for the window has passed its place.
         assign: values to send to the server: keys, dtypes, scalars.
+        next_priority: place in admission order from the next step on, -1: as it is.
     """
 
     __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
-                 "revision", "present", "assign", "nbytes")  # fmt: skip
+                 "revision", "present", "assign", "nbytes", "next_priority")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
         self.target = target
         self.nbytes = shard_bytes(plan)
         self.assign: Assignment | None = None
+        self.next_priority = -1
         self.reset()
 
     def reset(self) -> None:
@@ -133,6 +135,14 @@ class Group:
         self.commit = None
         for shard in self.shards.values():
             shard.reset()
+        self._reorder()
+
+    def _reorder(self) -> None:
+        """Take over the admission order that came with the updates, on all workers at once."""
+        for shard in self.shards.values():
+            if shard.next_priority not in (-1, shard.plan.priority):
+                shard.plan = msgspec.structs.replace(shard.plan, priority=shard.next_priority)
+                self._ordered = (0, [])
 
 
 def commit_with_revisions(commit: StepCommit, group: Group) -> StepCommit:

@@ -121,6 +121,7 @@ class WorkerValues(WorkerPushes):
                 self._out.append(fx.Complete(group.index, "pull", group.step))
             return
         group.found_inf |= update.found_inf
+        group.shards[update.shard].next_priority = update.priority
         box = self._begin(group, group.shards[update.shard].target)
         box.returned(update.shard)
         box.lane_drop(update.shard)

@@ -295,7 +295,7 @@ class Script:
         self.worker.sim.reference.record(group, self.step, self.rank, record)
         commit = msg.StepCommit(
             revisions={}, present=bits, options=self.options, found_inf=overflow, clip=clip,
-            changed={s: [int(by)] for s, by in changed.items()},
+            changed={s: [int(by)] for s, by in changed.items()}, order=self._order(group),
         )  # fmt: skip
         self.worker.closing = record
         self.worker.tell(ev.StepClosed(group, commit, present, revised))
@@ -304,6 +304,15 @@ class Script:
         assert done is not None
         self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
         self.worker.check_values(group, self.step + 1)
+
+    def _order(self, group: int) -> tuple[int, ...]:
+        """Sometimes the lowest rank has learnt another admission order in its first step."""
+        source = self.shared("order", group)
+        if self.step or self.rank or source.random() < 0.5:
+            return ()
+        order = [plan.shard for plan in self.tensors[group].active()]
+        source.shuffle(order)
+        return tuple(order)
 
     def _change_values(self, group: int) -> dict[int, float]:
         shared = self.shared("change", group, self.step)

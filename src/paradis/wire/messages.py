@@ -118,6 +118,8 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         found_inf: this worker's GradScaler saw an overflow: nobody applies the step.
         clip: factor for the mean gradient; 1.0 when not clipped.
         changed: shard -> digest per segment, where the script changed values since the last update.
+        order: shards in the order in which backward yielded them, from the lowest rank, when it has
+            learnt it; otherwise empty.
     """
 
     revisions: dict[int, int]
@@ -126,6 +128,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     found_inf: bool = False
     clip: float = 1.0
     changed: dict[int, list[int]] = {}
+    order: tuple[int, ...] = ()
 
 
 class Commit(DataMessage, frozen=True, kw_only=True):
@@ -141,11 +144,13 @@ class Update(DataMessage, frozen=True, kw_only=True):
     Attributes:
         unchanged: no payload, the value is that of ``version - 1``.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
+        priority: place of the shard in admission order from the next step on.
     """
 
     KIND: ClassVar[int] = 8
     unchanged: bool = False
     found_inf: bool = False
+    priority: int = -1
 
 
 class Pull(DataMessage, frozen=True, kw_only=True):
