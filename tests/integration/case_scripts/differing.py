@@ -72,6 +72,32 @@ def loaded_by_one() -> torch.nn.Module:
     return model
 
 
+def unseen_write() -> torch.nn.Module:
+    """A gradient changed behind torch's back."""
+    model = mlp(0)
+    optimizer = paradis.wrap(model, SGD(model.parameters(), lr=0.1))
+
+    def change(step: int) -> None:
+        if step == 2:
+            model[2].bias.grad.data.mul_(0.5)
+
+    train(model, optimizer, 4, change)
+    return model
+
+
+def non_finite() -> torch.nn.Module:
+    """Worker 1's gradient of one parameter overflows."""
+    model = mlp(0)
+    optimizer = paradis.wrap(model, SGD(model.parameters(), lr=0.1))
+
+    def change(step: int) -> None:
+        if step == 2 and RANK == 1:
+            model[2].bias.grad[3] = float("nan")
+
+    train(model, optimizer, 4, change)
+    return model
+
+
 def shapes() -> torch.nn.Module:
     """Another width, another name, another optimizer setting."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 5 + RANK), torch.nn.Linear(5 + RANK, 4))
@@ -100,14 +126,8 @@ def batches() -> torch.nn.Module:
     """Worker 1 has one batch less than worker 0."""
     model = fill(torch.nn.Linear(8, 2), 0)
     optimizer = paradis.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.5))
-    train(model, optimizer, 5 - RANK, lambda step: _wait_for("go") if step == 4 else None)
+    train(model, optimizer, 5 - RANK)
     return model
-
-
-def _wait_for(name: str) -> None:
-    """Wait until somebody opens the named pipe, if there is one."""
-    if (DIRECTORY / name).exists():
-        (DIRECTORY / name).open().close()
 
 
 def skipped_step() -> torch.nn.Module:
@@ -118,7 +138,7 @@ def skipped_step() -> torch.nn.Module:
     try:
         train(model, optimizer, 1)
         if RANK == 1:
-            _wait_for("over")
+            (DIRECTORY / "over").open().close()
         train(model, optimizer, 2)
     finally:
         if RANK == 0:
