@@ -65,10 +65,10 @@ class WorkerNode(Node):
         """Receive a wanted update straight into the parameters, anything else into the store."""
         if header.kind != Update.KIND:
             return self.arena.place(header.payload_bytes)
-        _, group, shard, _, _, version, *_ = header.fields
+        _, group, shard, _, _, version, _, _, asked, _ = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
-        if held is None or not self.worker_role.wants(group, shard, version):
+        if held is None or not self.worker_role.wants(group, shard, version, asked):
             return self.arena.scratch(header.payload_bytes)
         with self._changed:
             if shard in self._receiving:
