@@ -158,6 +158,11 @@ class Collection:
             self.held.remove(old)
             dropped.append(old)
 
+    @property
+    def ranks_held(self) -> int:
+        """Number of ranks whose contributions wait to be summed."""
+        return sum(len(c.ranks) for c in self.held)
+
     def revision_of(self, rank: int) -> int | None:
         """Return the newest revision in which the rank is counted at present, or None."""
         return self._known().get(rank)

@@ -100,6 +100,9 @@ class RackAgentRole(Receiver):
             if index == plan.group:
                 self._begin_box(self.groups[index], box, server, keep_lane=True)
 
+    def _contributors(self) -> int:
+        return len(self._ranks())
+
     def _ranks(self) -> tuple[int, ...]:
         assert self.view is not None
         for agent, ranks in self.view.racks.values():

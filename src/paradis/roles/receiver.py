@@ -141,7 +141,7 @@ class Receiver:
         self.groups: dict[int, HeldGroup] = {}
         self._by_shard: dict[int, tuple[HeldGroup, HeldShard]] = {}
         self._ledgers: dict[tuple[str, int], Ledger] = {}
-        self._members: dict[int, tuple[int, ...]] = {}
+        self._rack_of: dict[int, int] = {}
         self._out: list[fx.Effect] = []
 
     # ------------------------------------------------------------- membership
@@ -153,6 +153,8 @@ class Receiver:
         ended without a word), in those it has committed here.
         """
         assert self.view is not None
+        if not self.view.left:
+            return self.view.members
         ranks = dict.fromkeys(self.view.members)
         for rank, steps in self.view.left.items():
             finished = steps.get(group.index, 0)
@@ -162,13 +164,7 @@ class Receiver:
 
     def rack_of(self) -> dict[int, int]:
         """Return rank -> index of its rack agent, for ranks that go through one."""
-        assert self.view is not None
-        return {
-            rank: index_of(NodeId(agent))
-            for agent, ranks in self.view.racks.values()
-            if agent
-            for rank in ranks
-        }
+        return self._rack_of
 
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
@@ -237,7 +233,23 @@ class Receiver:
             now = ledger.on_stored(push.shard, push.revision, shard.nbytes)
             self._ack(event.source, push, credit=shard.nbytes if now else 0)
         self._ask(group, shard, added.ask)
-        self.advance(group, shard)
+        if added.outcome != "held" or not self._waits_for_more(group, shard):
+            self.advance(group, shard)
+
+    def _waits_for_more(self, group: HeldGroup, shard: HeldShard) -> bool:
+        """Whether nothing can be decided yet: contributions are missing and nobody has committed.
+
+        That is so after most pushes, hence worth a look before everything is looked at.
+        """
+        assert self.view is not None
+        if group.commits or group.norms or self.view.left:
+            return False
+        return shard.collection.ranks_held < self._contributors()
+
+    def _contributors(self) -> int:
+        """Return how many ranks a sum is made of while nobody has left."""
+        assert self.view is not None
+        return len(self.view.members)
 
     def _in_view(self, event: ev.Received, message: msg.DataMessage) -> bool:
         """Refuse frames of another generation: the fence of the data plane."""
@@ -407,6 +419,12 @@ class Receiver:
         if self.view is not None and view.generation < self.view.generation:
             return False
         self.view = view
+        self._rack_of = {
+            rank: index_of(NodeId(agent))
+            for agent, ranks in view.racks.values()
+            if agent
+            for rank in ranks
+        }
         return True
 
     def adopt_plan(self, plan: msg.Plan, shards: Iterable[msg.ShardPlan]) -> bool:
