@@ -3,8 +3,8 @@
     exact_worker.py OUT one|some|mean|few|batch [slow]
 
 ``one`` trains all cases alone, ``some`` every third; ``mean`` (or ``few`` of it) trains on four
-workers and computes the canonical mean of all ranks' gradients beside it; ``batch`` compares several
-workers with one large batch.
+workers and computes the canonical mean of all ranks' gradients beside it; ``batch`` compares
+several workers with one large batch.
 Writes OUT/<rank>.json: failures, a digest per case, the rack agents in use.
 """
 

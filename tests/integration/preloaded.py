@@ -277,6 +277,13 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.preloaded.pid(self.nodes[node]), signal.SIGKILL)
 
+    def until(self, done: Callable[[], bool]) -> None:
+        """Wait until something outside of the processes is so."""
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline, f"waited {WAIT_S} s in vain\n{self.logs()}"
+            select.select([], [], [], 0.01)
+
     def wait(self) -> dict[str, int]:
         """Wait for all nodes to end; return their exit statuses."""
         try:

@@ -1,4 +1,5 @@
 """Training through Paradis gives the bits of plain PyTorch."""
+# ruff: noqa: F401, F811 - fixtures are imported, and named as arguments
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preloaded import Job, Preloaded, environment, preloaded, start_job  # noqa: F401
+from preloaded import Job, Preloaded, environment, preloaded, start_job
 
 SCRIPT = Path(__file__).with_name("exact_worker.py")
 SMALL = {
@@ -30,7 +31,7 @@ def results(directory: Path, workers: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_alone(preloaded: Preloaded, tmp_path: Path) -> None:  # noqa: F811
+def test_alone(preloaded: Preloaded, tmp_path: Path) -> None:
     """``python script.py``: the server is in the process."""
     sizes = {f"PARADIS_{k.replace('.', '_').upper()}": v for k, v in SMALL.items()}
     log = tmp_path / "log"
@@ -41,7 +42,7 @@ def test_alone(preloaded: Preloaded, tmp_path: Path) -> None:  # noqa: F811
     assert len(result["digests"]) > 130
 
 
-def test_one_worker(start_job: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_one_worker(start_job: Start, tmp_path: Path) -> None:
     """One worker and three servers, each a process."""
     start_job(SCRIPT, str(tmp_path), "some", workers=1, servers=3, settings=SMALL).succeed()
     (result,) = results(tmp_path, 1)
@@ -63,7 +64,7 @@ SEEN: dict[str, dict[str, str]] = {}
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_mean_over_the_tree(name: str, start_job: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_mean_over_the_tree(name: str, start_job: Start, tmp_path: Path) -> None:
     """Four workers get the optimizer's step on ((g0 + g1) + (g2 + g3)) / 4, whatever the topology.
 
     Workers are late by random amounts, so that contributions arrive in any order.
@@ -78,7 +79,7 @@ def test_mean_over_the_tree(name: str, start_job: Start, tmp_path: Path) -> None
     assert found[0]["digests"] == SEEN.setdefault("digests", found[0]["digests"])
 
 
-def test_workers_with_several_threads(start_job: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_workers_with_several_threads(start_job: Start, tmp_path: Path) -> None:
     """Elementwise gradients and servers do not care how many threads the workers have."""
     start_job(
         SCRIPT, str(tmp_path), "few", workers=4, servers=2, **RACKS, settings=SMALL,
@@ -87,7 +88,7 @@ def test_workers_with_several_threads(start_job: Start, tmp_path: Path) -> None:
     assert results(tmp_path, 4)[0]["threads"] == 2
 
 
-def test_four_workers_or_a_batch_of_four(start_job: Start, tmp_path: Path) -> None:  # noqa: F811
+def test_four_workers_or_a_batch_of_four(start_job: Start, tmp_path: Path) -> None:
     """Four quarters of a batch or the whole: equal but for the order of sums."""
     start_job(SCRIPT, str(tmp_path), "batch", workers=4, servers=2, settings=SMALL).succeed()
     results(tmp_path, 4)

@@ -7,17 +7,25 @@ which needs the value installed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
 from paradis.errors import SnapshotCorrupt
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
 from paradis.storage.checkpoint import PieceReader, Section
-from paradis.storage.manifest import group_directory, read_manifest, resolve
+from paradis.storage.manifest import (
+    Manifest,
+    check_parameters,
+    group_directory,
+    read_manifest,
+    resolve,
+)
 from paradis.storage.tensorfile import torch_dtype
 from paradis.wire.messages import Options, ParameterSpec, Plan, ShardPlan
 
@@ -49,6 +57,8 @@ class ShardStore:
         self._group: dict[int, list[int]] = {}
         self._specs: dict[int, list[ParameterSpec]] = {}
         self._trained: dict[int, set[str]] = {}
+        self._opening = threading.Lock()
+        self._opened: tuple[tuple[int, str], tuple[PieceReader, frozenset[str]]] | None = None
 
     def open(self, plan: Plan, shards: Sequence[ShardPlan]) -> None:
         """Allocate this server's shards of a plan, zeroed.
@@ -170,10 +180,7 @@ class ShardStore:
             SnapshotCorrupt: damaged, incomplete, or of another model.
         """
         held = self.shards[shard]
-        directory = group_directory(resolve(Path(path)), group)
-        manifest = read_manifest(directory)
-        trained = {p.name for p in manifest.parameters if p.options_group >= 0}
-        reader = PieceReader(directory, manifest)
+        reader, trained = self._open_checkpoint(group, path)
         for index, (segment, spec) in enumerate(zip(held.plan.segments, held.specs, strict=True)):
             for key in reader.keys(spec.name):
                 if key == "value":
@@ -190,6 +197,17 @@ class ShardStore:
                 if key != "value"
             }
             held.optimizer.load_state(index, tensors, reader.scalars(spec.name))
+
+    def _open_checkpoint(self, group: int, path: str) -> tuple[PieceReader, frozenset[str]]:
+        """Return a group's reader and trained parameters; it is read and compared once."""
+        with self._opening:
+            if self._opened is None or self._opened[0] != (group, path):
+                directory = group_directory(resolve(Path(path)), group)
+                manifest = read_manifest(directory)
+                _check_model(manifest, self._specs[group])
+                trained = frozenset(p.name for p in manifest.parameters if p.options_group >= 0)
+                self._opened = ((group, path), (PieceReader(directory, manifest), trained))
+            return self._opened[1]
 
     def copy(self, group: int) -> tuple[list[Section], dict[str, dict[str, float]]]:
         """Return copies of everything of a group as checkpoint sections, and its scalars."""
@@ -220,6 +238,27 @@ class ShardStore:
             total += held.value.numel() * held.value.element_size()
             total += held.optimizer.state_bytes() if held.optimizer else 0
         return total
+
+
+def _check_model(manifest: Manifest, specs: Sequence[ParameterSpec]) -> None:
+    """Check names, shapes, dtypes and layouts; the worker knows which groups may differ, and how.
+
+    Raises:
+        SnapshotCorrupt: with the differences by parameter name.
+    """
+    saved = {p.name: p for p in manifest.parameters}
+    expected = {
+        s.name: msgspec.structs.replace(s, options_group=saved[s.name].options_group)
+        if s.name in saved
+        else s
+        for s in specs
+    }
+    known = tuple(p for p in manifest.parameters if p.name in expected)
+    check_parameters(
+        msgspec.structs.replace(manifest, parameters=known),
+        tuple(expected.values()),
+        {s.name: s.strides for s in specs if s.strides},
+    )
 
 
 def split_sections(
