@@ -243,10 +243,11 @@ def _show_errors() -> None:
         with _error_stream(os.environ) as stream, contextlib.redirect_stderr(stream):
             if not isinstance(error, ParadisError):
                 previous(kind, error, trace)
-            elif "PARADIS_AGENT" in os.environ:
-                print(f"{kind.__module__}.{kind.__name__}: {error.message}", file=stream)
-            else:
-                print(f"paradis: error: {error.message}", file=stream, flush=True)
+                return
+            agent = "PARADIS_AGENT" in os.environ
+            lead = f"{kind.__module__}.{kind.__name__}" if agent else "paradis: error"
+            stream.write(f"{lead}: {error.message}\n")
+            stream.flush()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:

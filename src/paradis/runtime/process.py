@@ -193,8 +193,9 @@ def _status(name: str, error: ParadisError | None, reason: str) -> int:
         return 0
     # A host agent reads the class; a person who started the node by hand has no use for it.
     agent = "PARADIS_AGENT" in os.environ
-    lead = f"paradis.errors.{type(error).__name__}:" if agent else "paradis: error:"
-    print(lead, error.message if agent else f"{name}: {error.message}", file=sys.stderr, flush=True)
+    lead = f"paradis.errors.{type(error).__name__}" if agent else f"paradis: error: {name}"
+    sys.stderr.write(f"{lead}: {error.message}\n")
+    sys.stderr.flush()
     return 1
 
 
