@@ -40,6 +40,7 @@ class Recorder:
         self.placed: list[FrameHeader] = []
         self.frames: list[tuple[DataMessage, bytes | None]] = []
         self.reasons: list[str] = []
+        self.dropped: list[FrameHeader] = []
         self._changed = threading.Condition()
 
     def place(self, peer: NodeId, header: FrameHeader) -> Pieces:
@@ -54,6 +55,11 @@ class Recorder:
             payload = b"".join(placement.views) if self.keep else b""
         with self._changed:
             self.frames.append((message, payload))
+            self._changed.notify_all()
+
+    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+        with self._changed:
+            self.dropped.append(header)
             self._changed.notify_all()
 
     def lost(self, peer: NodeId, reason: str) -> None:

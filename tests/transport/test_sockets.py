@@ -23,7 +23,7 @@ from paradis.transport.base import LinkConfig
 from paradis.transport.handshake import greet_peer
 from paradis.transport.sockets import SocketTransport
 from paradis.wire.frame import HEADER_BYTES, checksum, encode
-from paradis.wire.messages import Challenge, Hello, Pull, Push
+from paradis.wire.messages import Challenge, Hello, Pull, Push, Update
 
 from .conftest import (
     DEADLINE_S,
@@ -100,12 +100,25 @@ def test_a_flipped_payload_bit_is_named(socket_links: Links) -> None:
     with raw_peer(socket_links, sink) as sock:
         payload = bytes(range(200))
         mark = checksum((memoryview(payload),))
-        head = encode(Push(shard=5), payload_bytes=200, payload_checksum=mark)
+        head = encode(Update(shard=5), payload_bytes=200, payload_checksum=mark)
         sock.sendall(head + payload + head + payload[:100] + b"!" + payload[101:])
         reason = sink.wait_lost()
-    assert "Push from worker-9, shard 5, refused" in reason
+    assert "Update from worker-9, shard 5, refused" in reason
     assert f"expected payload checksum {mark:016x}" in reason
     assert len(sink.frames) == 1
+
+
+def test_a_push_that_changed_while_queued_is_dropped_and_the_link_stays(
+    socket_links: Links,
+) -> None:
+    sink = Recorder()
+    with raw_peer(socket_links, sink) as sock:
+        payload = bytes(range(200))
+        mark = checksum((memoryview(payload),))
+        head = encode(Push(shard=5), payload_bytes=200, payload_checksum=mark)
+        sock.sendall(head + payload[:100] + b"!" + payload[101:] + head + payload)
+        assert sink.wait_frames(1)[0] == (Push(shard=5), payload)
+    assert [h.name for h in sink.dropped] == ["Push"]
 
 
 def test_a_peer_that_dies_inside_a_frame(socket_links: Links) -> None:

@@ -79,6 +79,12 @@ class _Link:
         self._placed = None
         self._links.take(peer, message, placement)
 
+    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+        """Give back the memory of a push that was void before it arrived."""
+        self._placed = None
+        assert isinstance(placement, Placed)
+        self._links.abandon(placement)
+
     def lost(self, peer: NodeId, reason: str) -> None:
         """Turn the end of the connection into an event."""
         self.give_up()

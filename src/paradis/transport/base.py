@@ -71,6 +71,14 @@ class Sink(Protocol):
         """Take a whole, checked frame."""
         ...
 
+    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+        """Take back the memory of a gradient whose bytes do not match its checksum.
+
+        Gradients are sent from live memory, and the script may change one that is queued; such a
+        push is void and will be sent again. So it is dropped, and the connection stays.
+        """
+        ...
+
     def lost(self, peer: NodeId, reason: str) -> None:
         """Learn that the connection is gone; called exactly once, never after local ``close``."""
         ...

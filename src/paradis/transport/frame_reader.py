@@ -59,6 +59,9 @@ class FrameReader:
             self._fill((memoryview(meta),))
         message = decode_message(header, meta)
         placement = self._receive_payload(header) if header.payload_bytes else None
+        if placement is not None and self._corrupt(header, placement):
+            self._sink.changed(self._peer, header, placement)
+            return
         self._sink.deliver(self._peer, message, placement)
 
     def _receive_payload(self, header: FrameHeader) -> Placement:
@@ -72,10 +75,19 @@ class FrameReader:
                 "sink; fix the sink's place()"
             )
         self._fill(views)
-        if header.flags & FLAG_PAYLOAD_CHECKSUM and checksum(views) != header.payload_checksum:
-            raise FrameCorrupt(
-                f"frame {header.name} from {self._peer}, shard {header.fields[_SHARD]}, refused: "
-                f"expected payload checksum {header.payload_checksum:016x}, got "
-                f"{checksum(views):016x}; check the hosts' memory and network cards"
-            )
         return placement
+
+    def _corrupt(self, header: FrameHeader, placement: Placement) -> bool:
+        """Whether a push does not match its checksum; any other frame that does not is an error."""
+        if not header.flags & FLAG_PAYLOAD_CHECKSUM:
+            return False
+        found = checksum(byte_views(placement.views))
+        if found == header.payload_checksum:
+            return False
+        if header.kind == Push.KIND:
+            return True
+        raise FrameCorrupt(
+            f"frame {header.name} from {self._peer}, shard {header.fields[_SHARD]}, refused: "
+            f"expected payload checksum {header.payload_checksum:016x}, got {found:016x}; check "
+            "the hosts' memory and network cards"
+        )
