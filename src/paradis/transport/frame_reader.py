@@ -22,7 +22,7 @@ from paradis.wire.frame import (
     decode_header,
     decode_message,
 )
-from paradis.wire.messages import HEADER_FIELDS, Challenge, Hello
+from paradis.wire.messages import HEADER_FIELDS, Challenge, Hello, Push
 
 Fill = Callable[[Sequence[memoryview]], None]
 """Receives exactly as many bytes as the views hold, in order; raises when it cannot."""
