@@ -1,8 +1,8 @@
 """How fast gradients travel: one worker to one server in another process, beside raw sockets.
 
 ``push``: a 64 MiB gradient handed over shard by shard until the server has acknowledged every
-shard; raw sockets move the same bytes in the same chunks. ``step``: the same with commit, SGD on the
-server, and the updated 64 MiB back in the parameter; raw sockets move the bytes there and back.
+shard; raw sockets move the same bytes in the same chunks. ``step``: the same with commit, SGD on
+the server, and the updated 64 MiB back in the parameter; raw sockets move the bytes there and back.
 ``small``: messages of 64 KiB and 1 MiB, eight outstanding. Prints JSON; medians.
 """
 

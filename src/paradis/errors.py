@@ -179,5 +179,5 @@ def error_classes() -> dict[str, type[ParadisError]]:
 
 
 def from_name(name: str, message: str) -> ParadisError:
-    """Rebuild an error that travelled as (class name, message); unknown names become InternalError."""
+    """Rebuild an error that travelled as (class name, message); InternalError if unknown."""
     return error_classes().get(name, InternalError)(message)

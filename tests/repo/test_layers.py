@@ -33,7 +33,7 @@ CLOCK_AND_IO = words(
     "time datetime random secrets os pathlib shutil tempfile io socket select selectors ssl "
     "threading asyncio concurrent multiprocessing subprocess signal logging"
 )
-GROUND = ("errors", "ids", "settings", "quantities")
+GROUND = ("errors", "ids", "settings", "quantities", "version")
 CONFIG = ("config_keys", "config_sections", "config_topology")
 ROLES_AND_BELOW = (*GROUND, "core", "numerics", "wire", "roles")
 DRIVER_AND_BELOW = (*ROLES_AND_BELOW, *CONFIG, "transport", "control", "storage", "observe")
@@ -58,6 +58,7 @@ class Layer:
 LAYERS = {
     "errors": Layer(project=(), forbidden=PURE),
     "ids": Layer(project=(), forbidden=PURE),
+    "version": Layer(project=(), forbidden=PURE),
     "settings": Layer(project=("errors",), forbidden=PURE),
     "quantities": Layer(project=("errors",), forbidden=PURE),
     "config_keys": Layer(project=GROUND, forbidden=PURE),

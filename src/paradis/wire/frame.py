@@ -99,8 +99,9 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Frame
         VersionMismatch: another format version.
     """
     head = bytes(data[: _HEADER.size])
-    (magic, fmt, kind, flags, generation, group, shard, chunk, step, version, worker, incarnation,
-     sequence, codec, revision, meta_bytes, payload_bytes, checksum) = _HEADER.unpack(head)  # fmt: skip
+    magic, fmt, kind, flags, *rest = _HEADER.unpack(head)
+    generation, group, shard, chunk, step, version, worker, incarnation, sequence = rest[:9]
+    codec, revision, meta_bytes, payload_bytes, checksum = rest[9:]
     if magic != MAGIC:
         raise FrameCorrupt(f"frame refused: expected magic {MAGIC!r}, got {magic!r}; "
                            "is the peer a Paradis node?")  # fmt: skip

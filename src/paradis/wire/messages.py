@@ -11,9 +11,13 @@ from typing import ClassVar
 
 import msgspec
 
-Scalar = bool | int | float | str | None
-Options = dict[str, Scalar | list[float]]
-"""Hyper-parameters of one parameter group: every key of the torch group except ``params``."""
+from paradis.wire.parts import Options as Options
+from paradis.wire.parts import ParameterSpec as ParameterSpec
+from paradis.wire.parts import Piece as Piece
+from paradis.wire.parts import Scalar as Scalar
+from paradis.wire.parts import Segment as Segment
+from paradis.wire.parts import ShardPlan as ShardPlan
+from paradis.wire.parts import StepCommit as StepCommit
 
 HEADER_FIELDS = (
     "generation",
@@ -108,31 +112,8 @@ class Resend(DataMessage, frozen=True, kw_only=True):
     direct: bool = False
 
 
-class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker's ``step()`` decided.
-
-    Attributes:
-        revisions: shard -> revision that counts, where it is not 0.
-        present: bit i (little-endian) tells whether parameter i of the group has a gradient.
-        options: hyper-parameters per parameter group, the one source of truth for this step.
-        found_inf: this worker's GradScaler saw an overflow: nobody applies the step.
-        clip: factor for the mean gradient; 1.0 when not clipped.
-        changed: shard -> digest per segment, where the script changed values since the last update.
-        order: shards in the order in which backward yielded them, from the lowest rank, when it has
-            learnt it; otherwise empty.
-    """
-
-    revisions: dict[int, int]
-    present: bytes
-    options: list[Options]
-    found_inf: bool = False
-    clip: float = 1.0
-    changed: dict[int, list[int]] = {}
-    order: tuple[int, ...] = ()
-
-
 class Commit(DataMessage, frozen=True, kw_only=True):
-    """Worker -> every server with shards of the group, and its rack agent: ``step()`` was called."""
+    """Worker -> every server with shards of the group, and its rack agent: ``step()`` is called."""
 
     KIND: ClassVar[int] = 7
     commit: StepCommit
@@ -305,25 +286,6 @@ class Refused(ControlMessage, frozen=True, kw_only=True):
     text: str
 
 
-class ParameterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One named tensor of a model, as registered.
-
-    Attributes:
-        options_group: index of its parameter group; -1 for a buffer.
-        trainable: ``requires_grad`` when registered.
-        strides: of a parameter that is not contiguous, in elements; its pieces follow memory order.
-        aliases: further names of a tied parameter.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    options_group: int
-    trainable: bool = True
-    strides: tuple[int, ...] = ()
-    aliases: tuple[str, ...] = ()
-
-
 class Register(ControlMessage, frozen=True, kw_only=True):
     """Worker -> leader: the parameters of one ``wrap`` call (or of a later ``add_param_group``)."""
 
@@ -334,38 +296,6 @@ class Register(ControlMessage, frozen=True, kw_only=True):
     optimizer: str
     options: list[Options]
     step: int = 0
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A piece of one parameter inside a shard; all numbers in elements.
-
-    Attributes:
-        parameter: index within the group, over all parts in order.
-        offset: first element, in the parameter's memory order.
-        start: first element inside the shard.
-    """
-
-    parameter: int
-    offset: int
-    length: int
-    start: int
-
-
-class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard: who owns it and what it is made of. ``priority`` is its place in admission order."""
-
-    shard: int
-    server: str
-    dtype: str
-    length: int
-    segments: tuple[Segment, ...]
-    options_group: int
-    priority: int
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether the shard holds module buffers, which no optimizer updates."""
-        return self.options_group < 0
 
 
 class Plan(ControlMessage, frozen=True, kw_only=True):
@@ -445,7 +375,7 @@ class Beat(ControlMessage, frozen=True, kw_only=True):
 
 
 class Announcement(ControlMessage, frozen=True, kw_only=True):
-    """Leader or server (by the leader) -> host agents: a line for the user. Levels as in logging."""
+    """Leader or server (by the leader) -> host agents: a line for the user, with a log level."""
 
     level: str
     text: str
@@ -475,25 +405,6 @@ class Summary(ControlMessage, frozen=True, kw_only=True):
     """Leader -> host agents at the end: the last counters of every node."""
 
     nodes: dict[str, dict[str, float]]
-
-
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor in a checkpoint file: a run of elements of one parameter.
-
-    Attributes:
-        key: ``value`` or the name of an optimizer state.
-        tensor: name inside the file.
-        checksum: xxh3_64 of the raw bytes, as 16 hex digits.
-    """
-
-    parameter: str
-    key: str
-    offset: int
-    length: int
-    dtype: str
-    file: str
-    tensor: str
-    checksum: str
 
 
 class Saved(ControlMessage, frozen=True, kw_only=True):
@@ -539,7 +450,8 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
-    Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave, NodeExited, Beat,
+    Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
+    NodeExited, Beat,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone,
 )  # fmt: skip
