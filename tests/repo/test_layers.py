@@ -94,7 +94,7 @@ LAYERS = {
     "cli": Layer(
         project=(*DRIVER_AND_BELOW, "runtime", "sim", "config", "frontend"), packages=ANY_PACKAGE
     ),
-    "": Layer(project=("errors", "frontend", "config", "runtime"), packages=frozenset()),
+    "": Layer(project=("errors", "version", "frontend", "config", "runtime"), packages=frozenset()),
 }
 """Layer by name below ``paradis``; the empty name is ``paradis/__init__.py``."""
 
