@@ -64,7 +64,7 @@ def test_forking_data_loaders_hold_nothing_of_ours_and_show_their_own_error(clus
     assert code == 1
     assert "[worker 1] RuntimeError: DataLoader worker (pid" in err, err
     assert "[worker 0]" not in err and err.count("error: ") == 1, err
-    assert "hook" not in err, err
+    assert "excepthook" not in err, err
     cluster.assert_clean()
 
 
