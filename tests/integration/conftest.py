@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import subprocess
@@ -21,7 +22,7 @@ import paradis
 WAIT_S = 100.0
 SOURCE = str(Path(paradis.__file__).parents[1])
 TRAIN = """
-import hashlib, inspect, os, signal, sys
+import fcntl, hashlib, inspect, os, signal, sys
 import torch, paradis
 
 for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
@@ -32,6 +33,10 @@ rank = paradis.rank()
 
 def tell(*words):
     open(os.environ["READY"], "w").write(" ".join(str(word) for word in words) + "\\n")
+
+def pass_gate():
+    with open(os.environ["GATE"]) as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)
 
 def build():
     torch.manual_seed(rank)
@@ -102,12 +107,12 @@ class Running:
 
 
 class Gate:
-    """A pipe that workers read, and so wait at, until it is opened."""
+    """A locked file: workers that `pass_gate` wait until it is opened, and never after that."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        os.mkfifo(path)
-        self._end = os.open(path, os.O_RDWR)
+        self._file = path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def __enter__(self) -> Gate:
         return self
@@ -117,9 +122,7 @@ class Gate:
 
     def open(self) -> None:
         """Let everybody pass; idempotent."""
-        if self._end >= 0:
-            os.close(self._end)
-            self._end = -1
+        self._file.close()
 
 
 class Cluster:

@@ -79,7 +79,7 @@ print("a bar \\r", end="", file=sys.stderr, flush=True)
 def before_step(step, model, optimizer):
     if step == 2:
         tell("at", rank, os.environ["PARADIS_DISPATCHERS"])
-        with open(os.environ["GATE"]) as gate: gate.read()
+        pass_gate()
 """
 
 
