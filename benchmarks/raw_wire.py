@@ -50,14 +50,18 @@ def socket_options(family: str) -> list[tuple[int, int, int]]:
     return options
 
 
-def measure_raw(family: str, total_bytes: int, chunk_bytes: int, repeats: int) -> list[float]:
+def measure_raw(
+    family: str, total_bytes: int, chunk_bytes: int, repeats: int, *, hot: bool = False
+) -> list[float]:
     """Move ``total_bytes`` in chunks, then wait for one byte, ``repeats`` times.
 
     Args:
         family: ``unix`` or ``tcp``.
         total_bytes: bytes of one repetition; the last chunk may be shorter.
-        chunk_bytes: bytes of one ``sendall``; also the size of the receiver's buffer.
+        chunk_bytes: bytes of one ``sendall`` and of one receive.
         repeats: measured repetitions; one more runs first and is not counted.
+        hot: use one chunk of memory over and over, which stays in the cache, at both ends; a
+            gradient lies in ``total_bytes`` of memory, and so do the bytes here by default.
 
     Returns:
         Seconds of each repetition, from the first byte sent to the acknowledgement received.
@@ -67,17 +71,16 @@ def measure_raw(family: str, total_bytes: int, chunk_bytes: int, repeats: int) -
         OSError: a socket failed or the receiving process did not answer in time.
     """
     _require_positive(total_bytes, chunk_bytes, repeats)
-    buffer = memoryview(bytearray(b"\xa5" * chunk_bytes))
-    full, rest = divmod(total_bytes, chunk_bytes)
-    job = {"unit": total_bytes, "chunk": chunk_bytes, "count": repeats + 1}
+    size = chunk_bytes if hot else total_bytes
+    buffer = memoryview(bytearray(b"\xa5" * size))
+    job = {"unit": total_bytes, "chunk": chunk_bytes, "count": repeats + 1, "size": size}
     seconds = []
     with _receiver(family, job) as sock:
         for _ in range(repeats + 1):
             start = time.perf_counter()
-            for _ in range(full):
-                sock.sendall(buffer)
-            if rest:
-                sock.sendall(buffer[:rest])
+            for first in range(0, total_bytes, chunk_bytes):
+                at = first % size
+                sock.sendall(buffer[at : at + min(chunk_bytes, total_bytes - first)])
             _receive_acks(sock, 1)
             seconds.append(time.perf_counter() - start)
     return seconds[1:]
@@ -179,11 +182,13 @@ def _receive(job: dict[str, Any]) -> None:
     with _open(job["family"], [tuple(o) for o in job["options"]]) as sock:
         address = job["address"]
         sock.connect(tuple(address) if isinstance(address, list) else address)
-        buffer = memoryview(bytearray(job["chunk"]))
+        size = job.get("size", job["chunk"])
+        buffer = memoryview(bytearray(size))
         for _ in range(job["count"]):
             left = job["unit"]
             while left:
-                view = buffer[: min(left, len(buffer))]
+                at = (job["unit"] - left) % size
+                view = buffer[at : at + min(left, job["chunk"])]
                 left -= len(view)
                 while view:
                     got = sock.recv_into(view, 0, socket.MSG_WAITALL)

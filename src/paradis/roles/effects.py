@@ -159,7 +159,6 @@ class Reduce(Effect, frozen=True):
         sources: leases per logical group, in canonical order.
         divisor: 1 in a rack agent, the number of members on a server.
         missing: some member contributes zero, so that negative zeros become positive.
-        check: look for NaN and infinity.
     """
 
     shard: int
@@ -167,7 +166,6 @@ class Reduce(Effect, frozen=True):
     sources: tuple[tuple[int, ...], ...]
     divisor: int
     missing: bool
-    check: bool
 
 
 class Apply(Effect, frozen=True):
@@ -176,6 +174,7 @@ class Apply(Effect, frozen=True):
     Attributes:
         present: per segment, whether it has a gradient on any worker.
         clip: factor for the mean gradient, 1.0 for none.
+        check: first look for NaN and infinity in the mean gradient; with any, change nothing.
     """
 
     group: int
@@ -184,6 +183,7 @@ class Apply(Effect, frozen=True):
     options: Options
     present: tuple[bool, ...]
     clip: float
+    check: bool
 
 
 class Store(Effect, frozen=True):

@@ -118,18 +118,19 @@ class LeaveAsked(Event, frozen=True):
 
 
 class Reduced(Event, frozen=True):
-    """A sum is ready. ``non_finite`` is the first NaN or infinite element, -1 if none."""
+    """A sum is ready."""
 
     shard: int
     ticket: int
-    non_finite: int = -1
 
 
 class Applied(Event, frozen=True):
-    """The optimizer has updated the shard."""
+    """The optimizer has updated the shard, unless element ``non_finite`` (>= 0) of its gradient is
+    NaN or infinite: then nothing was changed."""
 
     shard: int
     step: int
+    non_finite: int = -1
 
 
 class Stored(Event, frozen=True):

@@ -27,7 +27,7 @@ class RackAgentRole(Receiver):
     """
 
     def __init__(self, node: NodeId, *, quota_bytes: int, retry_ns: int) -> None:
-        super().__init__(node, quota_bytes=quota_bytes, check_finite=False)
+        super().__init__(node, quota_bytes=quota_bytes)
         self.index = index_of(node)
         self.retry_ns = retry_ns
         self._boxes: dict[tuple[str, int], Outbox] = {}

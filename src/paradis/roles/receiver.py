@@ -25,11 +25,10 @@ class HeldShard:
         members: the ranks that the last sum was over, absent ones included.
         pending: values that a worker changed, kept until all have committed: until then somebody
             may still pull the present version.
-        non_finite: first NaN or infinite element of the held sum, -1 if none.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
-                 "non_finite", "nbytes", "pulls", "assigned", "assigning", "assign_step",
+                 "nbytes", "pulls", "assigned", "assigning", "assign_step",
                  "sent", "members", "pending")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
@@ -38,7 +37,6 @@ class HeldShard:
         self.collection = Collection()
         self.ticket = 0
         self.initialized = self.applying = False
-        self.non_finite = -1
         self.nbytes = shard_bytes(plan)
         self.pulls: list[tuple[NodeId, msg.Pull]] = []
         self.assigned: tuple[int, int] = (-1, -1)
@@ -129,13 +127,11 @@ class Receiver:
     Args:
         node: own name.
         quota_bytes: what one pusher may have unreturned here, per group.
-        check_finite: look for NaN and infinity in sums.
     """
 
-    def __init__(self, node: NodeId, *, quota_bytes: int, check_finite: bool = True) -> None:
+    def __init__(self, node: NodeId, *, quota_bytes: int) -> None:
         self.node = node
         self.quota_bytes = quota_bytes
-        self.check_finite = check_finite
         self.incarnation = 0
         self.view: msg.View | None = None
         self.groups: dict[int, HeldGroup] = {}
@@ -352,9 +348,7 @@ class Receiver:
             collection.start_sum()
             shard.members = members
             shard.ticket += 1
-            self._out.append(fx.Reduce(
-                shard.plan.shard, shard.ticket, sources, divisor, missing, self.check_finite
-            ))  # fmt: skip
+            self._out.append(fx.Reduce(shard.plan.shard, shard.ticket, sources, divisor, missing))
         return expected
 
     def on_reduced(self, event: ev.Reduced) -> None:
@@ -363,7 +357,6 @@ class Receiver:
         if event.ticket != shard.ticket or not shard.collection.summing:
             return
         done, ask = shard.collection.finish_sum()
-        shard.non_finite = event.non_finite
         self._release_all(group, shard, done)
         if shard.collection.summed is None:
             self._out.append(fx.ReleaseSum(event.shard))

@@ -39,7 +39,8 @@ class ServerRole(Receiver):
         check_finite: bool = True,
         early_finish_fails: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(node, quota_bytes=quota_bytes, check_finite=check_finite)
+        super().__init__(node, quota_bytes=quota_bytes)
+        self.check_finite = check_finite
         self.warning_ns = warning_ns
         self.early_finish_fails = early_finish_fails
         self.timeout_ns = timeout_ns
@@ -235,11 +236,6 @@ class ServerRole(Receiver):
             return
         if not shard.collection.is_good(expected):
             return
-        if shard.non_finite >= 0 and self.check_finite:
-            name = step_rules.parameter_at(shard.plan, group.specs, shard.non_finite)
-            self._refuse(group, "NonFiniteGradient", f"step {group.step}: the mean gradient of "
-                         f"{name} holds NaN or infinity")  # fmt: skip
-            return
         shard.applying = True
         present = tuple(
             any(parameter_present(group.commits[r], s.parameter) for r in members)
@@ -247,7 +243,7 @@ class ServerRole(Receiver):
         )
         options = group.options[shard.plan.options_group]
         self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
-                                  commit.clip))  # fmt: skip
+                                  commit.clip, self.check_finite))  # fmt: skip
 
     def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
         """Values that all workers changed alike go in before the update; True when they are in."""
@@ -260,6 +256,11 @@ class ServerRole(Receiver):
 
     def _on_applied(self, event: ev.Applied) -> None:
         group, shard = self._by_shard[event.shard]
+        if event.non_finite >= 0:  # not applied, and stays so: the job ends
+            name = step_rules.parameter_at(shard.plan, group.specs, event.non_finite)
+            self._refuse(group, "NonFiniteGradient", f"step {group.step}: the mean gradient of "
+                         f"{name} holds NaN or infinity")  # fmt: skip
+            return
         shard.applying = False
         self._finish(group, shard, unchanged=False)
 
@@ -276,7 +277,6 @@ class ServerRole(Receiver):
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
-        shard.non_finite = -1
         agents: dict[str, None] = {}
         rack_of = self.rack_of()
         for rank in self.members(group):

@@ -67,10 +67,12 @@ class SummingNode(Node):
 
         def job() -> ev.Event:
             reduce_tree(groups, target, effect.divisor, effect.missing)
-            bad = first_non_finite(target) if effect.check else None
-            return ev.Reduced(effect.shard, effect.ticket, -1 if bad is None else bad)
+            return ev.Reduced(effect.shard, effect.ticket)
 
-        self.run_job(f"summing shard {effect.shard}", job, nbytes=nbytes * len(flat))
+        # One worker's gradient is its own sum, where it lies: not worth another thread.
+        alone = len(flat) == 1 and self.arena.bytes_of(flat[0]).data_ptr() == target.data_ptr()
+        work = 0 if alone and effect.divisor == 1 else nbytes * len(flat)
+        self.run_job(f"summing shard {effect.shard}", job, nbytes=work)
 
 
 class AgentNode(SummingNode):
@@ -135,6 +137,10 @@ class ServerNode(SummingNode):
         total = self.arena.sum_of(effect.shard)
 
         def job() -> ev.Event:
+            if effect.check:  # here and not with the sum: the optimizer reads it next anyway
+                bad = first_non_finite(total.view(self._dtypes[effect.shard]))
+                if bad is not None:
+                    return ev.Applied(effect.shard, effect.step, bad)
             self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip)
             self.counters.add("updates", 1)
             return ev.Applied(effect.shard, effect.step)

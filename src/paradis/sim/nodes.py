@@ -202,8 +202,7 @@ class SummingNode(SimNode):
                 story.update(leases[lease].story)
             reduce_tree(groups, target.data, effect.divisor, effect.missing)
             target.story = story
-            bad = first_non_finite(target.data) if effect.check else None
-            return ev.Reduced(effect.shard, effect.ticket, -1 if bad is None else bad)
+            return ev.Reduced(effect.shard, effect.ticket)
 
         self.later(job)
 
@@ -282,6 +281,9 @@ class ServerNode(SummingNode):
         self.sim.checkers.applying(self, effect, total.story)
 
         def job() -> ev.Event:
+            bad = first_non_finite(total.data) if effect.check else None
+            if bad is not None:
+                return ev.Applied(effect.shard, effect.step, bad)
             if effect.clip != 1.0:
                 total.data.mul_(effect.clip)
             segments = self.plans[effect.shard].segments
