@@ -33,7 +33,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(STAMP)
-	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); done
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis paradis-runs

@@ -42,7 +42,7 @@ def run(
     start_job: Start,  # noqa: F811
     directory: Path,
     what: str,
-    **options: Any,  # noqa: F811
+    **options: Any,
 ) -> tuple[list[dict[str, Any]], dict[str, int], str]:
     """Run the script on two workers; return what each wrote, exit statuses and logs."""
     job = start_job(SCRIPT, str(directory), what, workers=2, servers=1, **options)

@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from place import Scalars, batch, fill, mlp  # noqa: E402
+from place import Scalars, batch, fill, mlp
 
-import paradis  # noqa: E402
+import paradis
 
 RANK = paradis.rank()
 DIRECTORY = Path(sys.argv[1])

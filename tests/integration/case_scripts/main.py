@@ -10,10 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cases_gradients  # noqa: E402,F401
-import cases_optimizer  # noqa: E402,F401
-import cases_tensors  # noqa: E402,F401
-from place import CASES, WrappedPlace, as_numbers  # noqa: E402
+import cases_gradients  # noqa: F401
+import cases_optimizer  # noqa: F401
+import cases_tensors  # noqa: F401
+from place import CASES, WrappedPlace, as_numbers
 
 
 def main() -> None:

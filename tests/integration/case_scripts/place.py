@@ -184,7 +184,7 @@ def run_plain(world: int) -> list[dict[str, Results]]:
         try:
             for name, function in CASES.items():
                 results[rank][name] = as_numbers(function(place))
-        except BaseException as error:  # noqa: BLE001 - raised again below
+        except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()
 

@@ -13,9 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from place import batch, fill  # noqa: E402
+from place import batch, fill
 
-import paradis  # noqa: E402
+import paradis
 
 
 class Model(torch.nn.Module):
