@@ -230,7 +230,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     ) -> str | None:
         """Save values, optimizer state and step. Only worker 0 acts; others return at once.
 
-        Training goes on while the servers write; the manifest comes last.
+        Training goes on while the servers write; the manifest comes last. What counts is the state
+        at this moment: a scheduler made with ``last_epoch=optimizer.steps_done - 1`` after a resume
+        goes on rightly if the save comes before ``scheduler.step()``, as scheduled saves do.
 
         Args:
             extra: numbers and strings of yours to get back from `restored`.

@@ -58,6 +58,7 @@ class Arena:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free_bytes = 0
         self._accumulators: dict[int, _Accumulator] = defaultdict(_Accumulator)
         self._next = 1
         self._scratch = memoryview(bytearray(1 << 16))
@@ -80,8 +81,7 @@ class Arena:
             if self.store_bytes + nbytes > self.store_bytes_max:
                 return Placed(0, (self._scratch_view(nbytes),))
             self._count(nbytes)
-            free = self._free[nbytes]
-            return self._lease(_Lease(free.pop() if free else _new(nbytes), 1))
+            return self._lease(_Lease(self._take(nbytes), 1))
 
     def scratch(self, nbytes: int) -> Placed:
         """Return memory for a payload that nobody wants."""
@@ -93,6 +93,17 @@ class Arena:
         if nbytes > len(self._scratch):
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """Return memory, used before if possible; leased and free memory together keep the bound."""
+        free = self._free[nbytes]
+        if free:
+            self._free_bytes -= nbytes
+            return free.pop()
+        if self.store_bytes + self._free_bytes > self.store_bytes_max:
+            self._free.clear()
+            self._free_bytes = 0
+        return _new(nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.store_bytes += nbytes
@@ -131,6 +142,7 @@ class Arena:
                 self._accumulators[held.shard].lease = 0
             else:
                 self.store_bytes -= held.buffer.numel()
+                self._free_bytes += held.buffer.numel()
                 self._free[held.buffer.numel()].append(held.buffer)
 
     def sum_target(self, shard: int, nbytes: int, sources: Iterable[int]) -> torch.Tensor:

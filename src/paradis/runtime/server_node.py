@@ -178,6 +178,8 @@ class ServerNode(SummingNode):
 
     def _copy(self, effect: fx.Copy) -> None:
         def job() -> ev.Event:
+            for earlier in self._writers:  # one copy at a time, or a slow disk fills the memory
+                earlier.join()
             sections, scalars = self.store.copy(effect.group)
             writer = threading.Thread(
                 target=self._write, args=(effect, sections, scalars), name="paradis-checkpoint"

@@ -70,3 +70,11 @@ def test_a_payload_that_broke_off_frees_the_accumulator() -> None:
     arena.release(broken.lease)
     assert arena.place(16, accumulator_of=1).lease
     assert isinstance(arena.sum_of(1), torch.Tensor)
+
+
+def test_free_memory_of_other_sizes_does_not_come_on_top_of_the_bound() -> None:
+    arena = Arena(store_bytes_max=100)
+    for size in (60, 50, 40, 60):
+        arena.release(arena.place(size).lease)
+        assert arena.store_bytes + arena._free_bytes <= 160, "at most one payload above the bound"
+    assert arena.store_bytes == 0
