@@ -83,7 +83,7 @@ class CommunicationConfig:
         4 << 20,
         SIZE,
         "Largest shard, the unit of ownership and transfer: it costs more to send than to handle.",
-        least=4,
+        least=64 << 10,  # below, messages cost more than the bytes in them
         shared="shard_bytes",
     )
     bucket_size: int = key(
@@ -151,9 +151,9 @@ class CommunicationConfig:
         shared="user_timeout_s",
     )
     socket_buffer: int = key(
-        4 << 20,
+        1 << 20,
         SIZE,
-        "Send and receive buffer of a data connection: one default shard.",
+        "Send and receive buffer of a data connection: larger ones only cost processor time here.",
         least=4096,
         shared="socket_buffer_bytes",
     )

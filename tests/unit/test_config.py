@@ -117,6 +117,7 @@ REFUSALS = [
     ("communication: {rpc_timeout: 3 parsecs}", "a duration such as 2000ms, 5s, 10m or 1h30m"),
     ("communication: {rpc_timeout: 0s}", "expected at least 1ms"),
     ("communication: {shard_size: 4}", "32GB (powers of 1000)"),
+    ("communication: {shard_size: 32KiB}", "expected at least 64KiB"),
     ("communication: {heartbeat_interval: 5s}", "less than communication.failure_timeout = 5s"),
     ("communication: {retry_interval: 1h}", "less than communication.sync_timeout = 30m"),
     ("communication: {small_tensor: 2MiB}", "at most communication.bucket_size = 1MiB"),

@@ -194,6 +194,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._clip = min(1.0, float(max_norm) / (float(total) + 1e-6))
         return total
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, as torch does; a factor that `clip_grad_norm_` found for them goes, too.
+
+        ``model.zero_grad()`` clears gradients as well, but a clipped step that is dropped must be
+        dropped by this method, or its factor counts for the next step.
+        """
+        super().zero_grad(set_to_none)
+        self._clip = 1.0
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every worker must add the same. They start from worker 0's values."""
         super().add_param_group(param_group)

@@ -25,6 +25,7 @@ from paradis.storage.tensorfile import torch_dtype
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import DataMessage, Push, RackPush, Saved, State
 
+_WRITER_TIMEOUT_S = 60.0
 _PUSHES = (Push.KIND, RackPush.KIND)
 
 
@@ -179,7 +180,11 @@ class ServerNode(SummingNode):
     def _copy(self, effect: fx.Copy) -> None:
         def job() -> ev.Event:
             for earlier in self._writers:  # one copy at a time, or a slow disk fills the memory
-                earlier.join()
+                earlier.join(_WRITER_TIMEOUT_S)
+                if earlier.is_alive():
+                    text = f"the checkpoint before is not written after {_WRITER_TIMEOUT_S:.0f} s"
+                    self.driver.post(ev.Written(effect.checkpoint, None, text))
+                    return ev.Copied(effect.group, effect.checkpoint)
             sections, scalars = self.store.copy(effect.group)
             writer = threading.Thread(
                 target=self._write, args=(effect, sections, scalars), name="paradis-checkpoint"
