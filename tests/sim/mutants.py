@@ -1,7 +1,7 @@
 """Planted mistakes, by name. Each must be caught by the simulator, the replay, or the layer test.
 
 A mutant is a patch of the roles or of core; ``seeds`` are where it shows first (found by running
-seeds from 0 up), so that the test is quick; ``by`` is a word of the checker's message.
+seeds from 0 up), so that the test is quick; ``by`` names the check: a word of its message.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("old version installed", old_version, "Exact", "counting", (20,)),
     Mutant("values assigned early", early_values, "Exact", "counting", (58,)),
     Mutant("dropped payload leaks", leak, "Leases", "counting", (0,)),
-    Mutant("credit held until applied", credit_when_applied, "", "counting", (7,)),
+    Mutant("credit held until applied", credit_when_applied, "Liveness", "counting", (7,)),
     Mutant("window without reserve", naive_window, "Waits", "counting", (99,)),
     Mutant("no direct pushes after the agent's end", stays_on_agent, "Liveness", "counting", (7,)),
     Mutant("norm of old sums", norm_of_old_sums, "Norms", "counting", (9,)),

@@ -43,6 +43,10 @@ def test_simulator_catches(mutant: mutants.Mutant) -> None:  # type: ignore[name
     pytest.fail(f"{mutant.name}: {SEEDS_MAX} seeds did not catch it")
 
 
+def test_every_mutant_names_the_check_that_catches_it() -> None:
+    assert [m.name for m in mutants.MUTANTS if not m.by] == []
+
+
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
 def test_its_seeds_pass_without_it(mutant: mutants.Mutant) -> None:  # type: ignore[name-defined]
     for seed in mutant.seeds:

@@ -86,6 +86,37 @@ def test_scenarios_cover_what_they_should() -> None:
     assert any(len(m.parts) > 1 for j in jobs for m in j.models)
     assert {f.kind for j in jobs for f in j.faults} == {"pause", "cut", "crash"}
     assert sum(j.clean for j in jobs) > 20
+    storms = [j.weather for j in jobs if not j.weather.fair]
+    assert any(w.loss for w in storms) and any(w.repeat for w in storms)
+    assert any(w.reorder for w in storms) and not all(w.reorder for w in storms)
+    assert any(w.no_memory for w in storms)
+
+
+def overtaken(sim: Simulation) -> int:
+    """Run it; return how many frames arrived before one that was sent earlier on their link."""
+    last: dict[tuple[NodeId, NodeId], int] = {}
+    early = []
+    real = sim.network.arrivals
+
+    def arrivals(source: NodeId, target: NodeId, now_ns: int, *, data: bool) -> list[int]:
+        times = real(source, target, now_ns, data=data)
+        for at in times if data else ():
+            early.append(at < last.get((source, target), 0))
+            last[source, target] = max(at, last.get((source, target), 0))
+        return times
+
+    sim.network.arrivals = arrivals  # type: ignore[method-assign]
+    sim.run()
+    return sum(early)
+
+
+def test_bad_weather_happens_in_the_runs() -> None:
+    """That it is configured does not mean that it occurs."""
+    jobs = [scenario(seed, "counting") for seed in range(100)]
+    wet = [j for j in jobs if j.weather.loss and j.weather.repeat and j.weather.reorder]
+    sims = [Simulation(j) for j in wet[:6]]
+    assert sum(overtaken(sim) for sim in sims)
+    assert sum(sim.network.lost for sim in sims) and sum(sim.network.repeated for sim in sims)
 
 
 def test_command_shows_the_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,31 @@ def test_a_lost_rack_agent_is_left_out_and_the_job_goes_on() -> None:
     assert leader.sent(msg.View, "dispatcher-1") == []
 
 
+@pytest.mark.parametrize(
+    ("racks", "agents"),
+    [
+        (("r0", "r0", "r0"), {"r0": ""}),  # one rack: its agent would only be a detour
+        (("r0", "r1", "r2"), {"r0": "", "r1": "", "r2": ""}),  # nothing to sum in any rack
+        (("r0", "r1", "r1"), {"r0": "", "r1": "dispatcher-1"}),
+        (("r0", "r2", "r2"), {"r0": "", "r2": ""}),  # no dispatcher there
+    ],
+)
+def test_a_rack_agent_is_used_where_it_saves_traffic(
+    racks: tuple[str, ...], agents: dict[str, str]
+) -> None:
+    leader = Leader(workers=3, dispatchers=2)
+    leader.start(racks=racks)
+    assert leader.role.view is not None
+    assert {rack: agent for rack, (agent, _) in leader.role.view.racks.items()} == agents
+
+
+def test_rack_aggregation_can_be_turned_off() -> None:
+    leader = Leader(workers=4, dispatchers=2, rack_aggregation="off")
+    leader.start(racks=("r0", "r0", "r1", "r1"))
+    assert leader.role.view is not None
+    assert [agent for agent, _ in leader.role.view.racks.values()] == ["", ""]
+
+
 def test_checkpoint_is_complete_when_every_owner_has_written(leader: Leader) -> None:
     leader.register(0)
     leader.register(1)

@@ -134,6 +134,15 @@ def test_reopening_finds_everything(tmp_path: Path) -> None:
     second.close()
 
 
+def test_transactions_are_on_the_disk_when_they_return(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "meta.db")
+    connection = store._connection
+    assert connection is not None
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,), "FULL: synced on commit"
+    store.close()
+
+
 def test_second_opener_is_told_file_and_holder(tmp_path: Path) -> None:
     path = tmp_path / "meta.db"
     first = SqliteStore(path)
