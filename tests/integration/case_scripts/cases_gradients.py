@@ -177,6 +177,36 @@ def clipping_of_own_gradient(at: Place) -> Results:
 
 
 @case
+def clipping_by_value(at: Place) -> Results:
+    model = mlp(at.rank)
+    optimizer = at.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(5):
+        model(batch(at.rank, step, 4, 8)).square().sum().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@case
+def clipped_then_dropped(at: Place) -> Results:
+    """The factor of clipped gradients that are thrown away does not scale later ones."""
+    model = mlp(at.rank)
+    optimizer = at.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    norms = []
+    for step in range(4):
+        model(batch(at.rank, step, 4, 8)).square().sum().backward()
+        norms.append(at.clip(optimizer, 0.01))
+        optimizer.zero_grad()
+        model(batch(at.rank, step + 50, 4, 8)).square().mean().backward()
+        if step == 2:
+            norms.append(at.clip(optimizer, 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**values(model), "norms": norms}
+
+
+@case
 def clipping_of_the_mean(at: Place) -> Results:
     model = mlp(at.rank)
     optimizer = at.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))

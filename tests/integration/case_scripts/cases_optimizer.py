@@ -41,13 +41,22 @@ def schedulers(at: Place) -> Results:
             [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)],
             [2],
         ),
+        "milestones": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+        "constant": lambda o: lr_scheduler.ConstantLR(o, 0.25, total_iters=2),
+        "polynomial": lambda o: lr_scheduler.PolynomialLR(o, total_iters=4, power=2.0),
+        "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=2),
+        "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+        "chained": lambda o: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o, 0.5, total_iters=3)]
+        ),
     }
     for name, make in makers.items():
         model = mlp(at.rank)
         optimizer = at.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
         assert isinstance(optimizer, torch.optim.Optimizer)
         rates = _run(at, model, optimizer, make(optimizer), 5)
-        results[name] = {**values(model), "rates": rates}
+        momentum = optimizer.param_groups[0]["momentum"]  # CyclicLR drives it, too
+        results[name] = {**values(model), "rates": rates, "momentum": momentum}
     return results
 
 

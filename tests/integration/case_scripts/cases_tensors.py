@@ -211,6 +211,32 @@ def added_group(at: Place) -> Results:
 
 
 @case
+def frozen_then_added_group(at: Place) -> Results:
+    """Layers that join the optimizer when they are unfrozen, and stand still when frozen again."""
+    model = mlp(0)  # alike everywhere: the twin does not share values that are added later
+    late = list(model[0].parameters())
+    for parameter in late:
+        parameter.requires_grad_(False)
+    optimizer = at.wrap(model, SGD(model[2].parameters(), lr=0.1, momentum=0.9))
+    seen = []
+    for step in range(9):
+        if step in (3, 6):
+            for parameter in late:
+                parameter.requires_grad_(step == 3)
+                parameter.grad = None
+        if step == 3:
+            optimizer.add_param_group({"params": late, "lr": 0.05, "weight_decay": 0.1})
+        model(batch(at.rank, step, 4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(model[0].weight.detach().clone())
+    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[5], seen[8])
+    assert not torch.equal(seen[2], seen[3])
+    state = optimizer.state_dict()["state"]
+    return {**values(model), "seen": seen, "state": {str(k): v for k, v in state.items()}}
+
+
+@case
 def values_changed_alike(at: Place) -> Results:
     model = Scalars(w=1.5, v=[0.5, -0.5], still=[1.0])
     optimizer = at.wrap(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
