@@ -57,7 +57,7 @@ class Recorder:
             self.frames.append((message, payload))
             self._changed.notify_all()
 
-    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+    def abandoned(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
         with self._changed:
             self.dropped.append(header)
             self._changed.notify_all()

@@ -276,9 +276,9 @@ def test_close_is_idempotent_and_final(links: Links) -> None:
 def test_close_from_the_reading_thread(links: Links) -> None:
     class Closing(Recorder):
         def deliver(self, peer, message, placement):  # type: ignore[no-untyped-def]
+            super().deliver(peer, message, placement)
             pair.far.send(PushAck(sequence=5))
             pair.far.close()
-            super().deliver(peer, message, placement)
 
     pair = links.pair(far_sink=Closing())
     pair.near.send(Pull())

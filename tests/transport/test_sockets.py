@@ -95,20 +95,7 @@ def test_a_flipped_header_bit_drops_the_link(unix_links: Links, position: int) -
     assert not sink.frames and not sink.placed
 
 
-def test_a_flipped_payload_bit_is_named(socket_links: Links) -> None:
-    sink = Recorder()
-    with raw_peer(socket_links, sink) as sock:
-        payload = bytes(range(200))
-        mark = checksum((memoryview(payload),))
-        head = encode(Update(shard=5), payload_bytes=200, payload_checksum=mark)
-        sock.sendall(head + payload + head + payload[:100] + b"!" + payload[101:])
-        reason = sink.wait_lost()
-    assert "Update from worker-9, shard 5, refused" in reason
-    assert f"expected payload checksum {mark:016x}" in reason
-    assert len(sink.frames) == 1
-
-
-def test_a_push_that_changed_while_queued_is_dropped_and_the_link_stays(
+def test_a_payload_that_does_not_match_is_dropped_and_the_link_stays(
     socket_links: Links,
 ) -> None:
     sink = Recorder()
@@ -225,7 +212,7 @@ def test_tcp_options_are_set(tcp_links: Links) -> None:
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(tcp, socket.TCP_KEEPIDLE) == 7
             assert end.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 4321
-            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 4 << 20
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) >= 1 << 20
 
 
 def test_ipv6_addresses(tcp_links: Links) -> None:

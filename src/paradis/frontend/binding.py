@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,10 @@ import torch
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
-from paradis.frontend.naming import Named, layout_of, name_parameters
+from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.session import Session
 from paradis.frontend.watch import ModelWatch
-from paradis.numerics.elementwise import options_of
+from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
 from paradis.roles.worker_state import Assignment
@@ -49,6 +50,7 @@ class Binding:
         self._parts = 0
         self._order_told = False
         self._named: list[Named] = []
+        session.bindings.append(self)
         self._trained: dict[int, None] = {}
         self._watch = ModelWatch(model)
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
@@ -162,6 +164,8 @@ class Binding:
         added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)
         added = [n for n in added if id(n.tensor) not in self._trained]
         options = [options_of(g) for g in optimizer.param_groups]
+        for named in added:
+            check_supported(self.optimizer_name, options[index], named.tensor.dtype)
         plan = self.register(added, options, step=self._step)
         if plan.restore and self._manifest is not None:
             restoring.check_added(self._manifest, [n.spec for n in added])
@@ -238,6 +242,33 @@ class Binding:
         self._steps_before = manifest.step
         restoring.take_options(manifest, optimizer)
 
+    def detach(self) -> None:
+        """Remove the hooks: the session is over."""
+        self.collector.detach()
+
+    def _follow_buffers(self, shards: Sequence[int]) -> None:
+        """A module may have put a new tensor in the place of a buffer: that one is saved.
+
+        Raises:
+            ConfigError: it has another shape or dtype.
+        """
+        now = {clean(name): buffer for name, buffer in self.model.named_buffers()}
+        for index, (named, bound) in enumerate(zip(self._named, self.memory.tensors, strict=True)):
+            fresh = now.get(bound.name)
+            if named.spec.options_group >= 0 or fresh is None or fresh is bound.tensor:
+                continue
+            if fresh.shape != bound.shape or fresh.dtype != bound.dtype:
+                raise ConfigError(
+                    f"checkpoint refused: buffer {bound.name} is {fresh.dtype} "
+                    f"{tuple(fresh.shape)} now, but was {bound.dtype} {tuple(bound.shape)} at "
+                    "paradis.wrap; keep its shape, or make it non-persistent"
+                )
+            bound.tensor = fresh
+            bound.bind()
+            self._named[index] = replace(named, tensor=fresh)
+        for shard in shards:
+            self.memory.shards[shard].bind()
+
     def save(
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
     ) -> str | None:
@@ -256,6 +287,7 @@ class Binding:
         node.forget(-1, f"checkpoint {info.checkpoint}")
         buffers = [s for s, m in self.memory.shards.items() if m.plan.is_buffer and m.plan.length]
         if buffers:
+            self._follow_buffers(buffers)
             for bound in self.memory.tensors:
                 bound.stage()
             self.give_values(buffers)

@@ -65,6 +65,7 @@ class Collector:
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
         self._handed_shards: dict[int, None] = {}
+        self._yielding: list[int] = []
         self.yielded: tuple[int, ...] = ()
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
@@ -123,6 +124,7 @@ class Collector:
         self._again = {}
         self._handed = [None] * len(self._memory.tensors)
         self._handed_shards = {}
+        self._yielding = []
         self._missing = {
             shard: len(m.plan.segments)
             for shard, m in self._memory.shards.items()
@@ -148,6 +150,7 @@ class Collector:
             flats.append(handed.flat)
         self._memory.set_gradient(shard, list(flats))
         self._handed_shards[shard] = None
+        self._yielding.append(shard)
         if self._memory.shards[shard].plan.length:
             self._ready(shard)
 
@@ -181,7 +184,7 @@ class Collector:
             handed over with other bytes.
         """
         self.attach()
-        self.yielded = tuple(self._handed_shards)
+        self.yielded = tuple(self._yielding)
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)
         changed: dict[int, None] = {}

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import torch
 
@@ -30,6 +30,14 @@ from paradis.runtime.worker_node import WorkerNode
 from paradis.settings import SharedSettings, settings_from
 from paradis.transport.base import Identity
 from paradis.wire.messages import Failed
+
+
+class Detachable(Protocol):
+    """What holds on to the script's tensors until the session ends."""
+
+    def detach(self) -> None:
+        """Let go of them."""
+        ...
 
 
 class Session:
@@ -52,6 +60,7 @@ class Session:
         self._closed = False
         self._agent = "PARADIS_AGENT" in environ
         self.groups = 0
+        self.bindings: list[Detachable] = []
         if environ.get("PARADIS_DISPATCHERS"):
             self._join(environ)
         elif self.world_size > 1:
@@ -153,6 +162,10 @@ class Session:
             self._job.close()
         else:
             self.node.close()
+        for binding in self.bindings:
+            binding.detach()
+        self.bindings.clear()
+        atexit.unregister(self.close)
 
 
 def _failure(rank: int, error: BaseException) -> Failed:

@@ -23,6 +23,10 @@ from paradis.wire import messages as msg
 __all__ = ["LeaderConfig", "LeaderRole"]
 
 
+_SECOND_NS = 1_000_000_000
+_SAVES_NS = 70 * _SECOND_NS
+"""How long the end of a job waits for checkpoints that are being written."""
+
 _SAID_MAX = 64
 """Announcements remembered so that they are not repeated."""
 
@@ -38,6 +42,7 @@ class LeaderRole(LeaderViews):
         self._saves = Saves()
         self._reports: dict[str, dict[str, float]] = {}
         self._said: dict[str, None] = {}
+        self._saves_until_ns = 0
         self._next_shard = 0
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
@@ -273,7 +278,10 @@ class LeaderRole(LeaderViews):
         elif kind == "alive":
             self._check_alive(now_ns)
         elif kind == "summary":
-            self._summary()
+            if self._saves and now_ns < self._saves_until_ns:
+                self._out.append(fx.SetTimer("summary", now_ns + _SECOND_NS))
+            else:
+                self._summary()
 
     def _on_register_deadline(self, rest: str, now_ns: int) -> None:
         group, part = (int(x) for x in rest.split(":"))
@@ -315,8 +323,8 @@ class LeaderRole(LeaderViews):
         for node, member in self.nodes.items():
             if role_of(node) in ("server", "dispatcher") and not member.gone:
                 self._send(node, msg.Shutdown(reason=reason))
-        pending = 5_000_000_000 if self._saves else 1_000_000_000
-        self._out.append(fx.SetTimer("summary", now_ns + pending))
+        self._saves_until_ns = now_ns + _SAVES_NS
+        self._out.append(fx.SetTimer("summary", now_ns + _SECOND_NS))
 
     def _summary(self) -> None:
         for node in self._of_agents():

@@ -95,7 +95,7 @@ class Arena:
         return self._scratch[:nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Return memory, used before if possible; leased and free memory together keep the bound."""
+        """Return memory, used before if possible; free memory counts towards the bound."""
         free = self._free[nbytes]
         if free:
             self._free_bytes -= nbytes

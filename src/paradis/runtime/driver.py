@@ -60,6 +60,8 @@ class Driver:
 
     def post(self, event: Event) -> None:
         """Handle an event, now or, if another thread is handling one, by that thread."""
+        if self._stopped:
+            return
         self._queue.append(event)
         while self._queue and not self._stopped:
             if not self._lock.acquire(blocking=False):

@@ -13,7 +13,7 @@ import torch
 
 from paradis.control.client import ControlClient
 from paradis.control.settings import ControlConfig
-from paradis.errors import DeadlineExceeded, ParadisError, from_name
+from paradis.errors import DeadlineExceeded, Overloaded, ParadisError, from_name
 from paradis.ids import LEADER, NodeId
 from paradis.observe.metrics import Counters
 from paradis.roles.events import Event, PeerLost, Received
@@ -187,6 +187,8 @@ class Pulse:
                 if self._beat:
                     self._send(Beat(nodes=(self._node,)))
                 self._send(Report(node=self._node, counters=self._counters.snapshot()))
+            except Overloaded:
+                continue  # the leader is slow just now
             except ParadisError:
                 return  # the stream's end is reported by its own event
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from paradis.errors import ParadisError, PeerUnreachable
+from paradis.errors import Overloaded, ParadisError, PeerUnreachable
 from paradis.ids import NodeId
 from paradis.observe.metrics import Counters
 from paradis.roles.events import Event, PeerLost, PeerUp, Received
@@ -36,7 +36,7 @@ class _Link:
         self._lock = threading.Lock()
         self._unsent: dict[int, Callable[[], None]] = {}
         self._number = 0
-        self._placed: Placed | None = None
+        self.over = ""
         self.connection: Connection | None = None
 
     def send(
@@ -51,7 +51,7 @@ class _Link:
         report = None if on_sent is None else self._remember(on_sent)
         try:
             connection.send(message, buffers, report)
-        except PeerUnreachable:
+        except (PeerUnreachable, Overloaded):  # roles send again what matters
             if report is not None:
                 report()
 
@@ -71,26 +71,21 @@ class _Link:
 
     def place(self, peer: NodeId, header: FrameHeader) -> Placement:
         """Name memory for a payload (see `transport.base.Sink`)."""
-        self._placed = self._links.name_memory(peer, header)
-        return self._placed
+        return self._links.name_memory(peer, header)
 
     def deliver(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
         """Turn a frame into an event."""
-        self._placed = None
         self._links.take(peer, message, placement)
 
-    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
-        """Give back the memory of a push that was void before it arrived."""
-        self._placed = None
+    def abandoned(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+        """Give back the memory of a payload that is not delivered."""
         assert isinstance(placement, Placed)
         self._links.abandon(placement)
 
     def lost(self, peer: NodeId, reason: str) -> None:
         """Turn the end of the connection into an event."""
+        self.over = reason or "closed"
         self.give_up()
-        if self._placed is not None:
-            self._links.abandon(self._placed)  # it broke in the middle of a payload
-            self._placed = None
         self._links.lost(peer, self, reason)
 
     def give_up(self) -> None:
@@ -163,6 +158,8 @@ class Links:
             old.connection.close()
             old.give_up()
         self._post(PeerUp(connection.peer))
+        if link.over:  # it was lost before it was known here
+            self.lost(connection.peer, link, link.over)
 
     def connect(self, addresses: Mapping[NodeId, Sequence[str]]) -> None:
         """Open connections to these nodes unless there are some; reports by events."""

@@ -43,6 +43,7 @@ class LocalJob:
         )
         self.server = self._server(token, network)
         self.worker = self._worker(token, network)
+        self.server.on_fail = self.worker.fail
 
     def _server(self, token: bytes, network: MemoryNetwork) -> ServerNode:
         node = server_id(0)
@@ -106,5 +107,6 @@ def make_worker(
         identity,
         control,  # type: ignore[arg-type]
         transports,  # type: ignore[arg-type]
-        store_bytes_max=64 << 20,
+        # Answers to state_dict() land here: value and up to four states of some shards.
+        store_bytes_max=max(64 << 20, 40 * settings.shard_bytes),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from paradis.errors import ParadisError, from_name
-from paradis.ids import LEADER, NodeId
+from paradis.ids import NodeId
 from paradis.observe.metrics import Counters
 from paradis.roles import effects as fx
 from paradis.roles.events import EffectFailed, Event
@@ -68,6 +68,7 @@ class Node:
         self.ended = threading.Event()
         self.error: ParadisError | None = None
         self.reason = ""
+        self.on_fail: Callable[[ParadisError], None] | None = None
         self._announced: dict[str, None] = {}
         self.driver = Driver(identity.node, role, self.carry, self.fail)
         self.links = Links(
@@ -152,9 +153,10 @@ class Node:
 
     def announce(self, level: str, text: str, *, once: bool = False) -> None:
         """Pass a line for the user to the leader, who passes it to the host agents."""
-        if once and text in self._announced:
-            return
-        self._announced[text] = None
+        if once:
+            if text in self._announced:
+                return
+            self._announced[text] = None
         _log.warning("%s", text)
         self.tell_leader(Announcement(level=level, text=text))
 
@@ -182,9 +184,12 @@ class Node:
 
     def fail(self, error: ParadisError) -> None:
         """End with an error; the first one counts."""
-        if self.error is None and not self.ended.is_set():
+        first = self.error is None and not self.ended.is_set()
+        if first:
             self.error = error
         self.ended.set()
+        if first and self.on_fail is not None:
+            self.on_fail(error)
 
     def end(self, reason: str) -> None:
         """End with success."""
@@ -198,10 +203,3 @@ class Node:
         self.links.close()
         self.executor.stop()
         self.control.close()
-
-
-def leader_lost(error: ParadisError) -> Event:
-    """Return the event that tells a role that its leader is gone."""
-    from paradis.roles.events import PeerLost
-
-    return PeerLost(LEADER, error.message, control=True)

@@ -37,7 +37,7 @@ from paradis.runtime.server_node import AgentNode, ServerNode
 from paradis.settings import SharedSettings
 from paradis.storage.metastore import SqliteStore
 from paradis.transport.base import Identity
-from paradis.wire.messages import Listening, Scalar
+from paradis.wire.messages import Failed, Listening, Scalar
 
 _CONNECT_TIMEOUT_S = 30.0
 _LOOK_S = 0.2
@@ -351,6 +351,9 @@ def _lead(
         reported = False
         while not leader.ended.wait(_LOOK_S):
             if agent.ended.is_set() and not reported:
+                if agent.error is not None:
+                    text = agent.error.message
+                    agent.tell_leader(Failed(error=type(agent.error).__name__, text=text))
                 # Told to shut down: the last counters must be there before the summary is made.
                 reported = True
                 agent.report()

@@ -23,7 +23,7 @@ from paradis.runtime.shard_store import ShardStore
 from paradis.storage.checkpoint import Section, write_part
 from paradis.storage.tensorfile import torch_dtype
 from paradis.wire.frame import FrameHeader
-from paradis.wire.messages import DataMessage, Push, RackPush, Saved, State
+from paradis.wire.messages import DataMessage, Push, RackPush, Saved, State, Update
 
 _WRITER_TIMEOUT_S = 60.0
 _PUSHES = (Push.KIND, RackPush.KIND)
@@ -92,6 +92,7 @@ class ServerNode(SummingNode):
         self._dtypes = {}
         self.store = ShardStore()
         self._writers: list[threading.Thread] = []
+        self._queued: dict[tuple[str, int, int, int, int], None] = {}
 
     def carry_own(self, effect: fx.Effect) -> None:
         """Carry out what a server's role asks for."""
@@ -133,6 +134,19 @@ class ServerNode(SummingNode):
                 return message, [self.store.value_bytes(shard)], None
             case _:
                 return super().resolve(message, payload)
+
+    def _send(self, effect: fx.Send) -> None:
+        """Queue an answer once: who asks again while it waits to be sent gets that one."""
+        message = effect.message
+        if not isinstance(message, Update | State) or effect.payload is None:
+            super()._send(effect)
+            return
+        key = (effect.target, message.KIND, message.shard, message.version, message.sequence)
+        if key in self._queued:
+            return
+        self._queued[key] = None
+        whole, buffers, _ = self.resolve(message, effect.payload)
+        self.links.send(effect.target, whole, buffers, lambda: self._queued.pop(key, None))
 
     def _apply(self, effect: fx.Apply) -> None:
         total = self.arena.sum_of(effect.shard)

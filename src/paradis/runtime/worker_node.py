@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -77,6 +78,13 @@ class WorkerNode(Node):
                 return self.arena.scratch(header.payload_bytes)
             self._receiving[shard] = peer
         return Placed(-1 - shard, tuple(held.value))
+
+    def abandon(self, placed: Placed) -> None:
+        """Take back memory whose payload is not delivered; another copy may be received then."""
+        if placed.lease < 0:
+            self._received(placed.lease)
+        else:
+            super().abandon(placed)
 
     def _peer_lost(self, peer: NodeId) -> None:
         """A link broke in the middle of a value: another copy may be received."""
@@ -168,20 +176,19 @@ class WorkerNode(Node):
             ParadisError: the job failed, or what was asked for is refused.
             DeadlineExceeded: it did not come; the message says what is missing.
         """
-        waited_s = 0.0
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             while (group, what) not in self._done:
                 if self.error is not None:
                     raise self.error
                 if self.ended.is_set():
                     raise InternalError(f"{self.identity.node} has ended: {self.reason}")
-                if waited_s >= timeout_s:
+                if time.monotonic() >= deadline:
                     raise DeadlineExceeded(
                         f"{what} timed out on {self.identity.node} after {timeout_s:.0f} s: "
                         f"{self.worker_role.missing(group)}; look at the servers' logs"
                     )
-                if not self._changed.wait(_LOOK_S):
-                    waited_s += _LOOK_S
+                self._changed.wait(_LOOK_S)
             done = self._done.pop((group, what))
         if done.error:
             raise from_name(done.error, done.text)

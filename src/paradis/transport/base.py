@@ -72,11 +72,12 @@ class Sink(Protocol):
         """Take a whole, checked frame."""
         ...
 
-    def changed(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
-        """Take back the memory of a gradient whose bytes do not match its checksum.
+    def abandoned(self, peer: NodeId, header: FrameHeader, placement: Placement) -> None:
+        """Take back placed memory whose payload is not delivered.
 
-        Gradients are sent from live memory, and the script may change one that is queued; such a
-        push is void and will be sent again. So it is dropped, and the connection stays.
+        Either the connection broke in the middle, or the bytes do not match their checksum: tensors
+        are sent from live memory, and a frame that is queued may have become void meanwhile. Such
+        a frame is dropped, for it will be sent again if it is wanted, and the connection stays.
         """
         ...
 
