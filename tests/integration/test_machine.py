@@ -108,7 +108,9 @@ def test_two_jobs_at_once_with_default_options(cluster: Any) -> None:
 COUNTS = """
 def before_step(step, model, optimizer):
     if step in (5, 199):
-        tell("open", step, rank, len(os.listdir("/proc/self/fd")))
+        tell("open", step, f"worker-{rank}", len(os.listdir("/proc/self/fd")))
+        os.environ["GATE"] = os.environ[f"GATE{step}"]
+        pass_gate()
 """
 
 
@@ -117,11 +119,18 @@ def test_256_descriptors_are_enough_and_their_number_does_not_grow(cluster: Any)
     cluster.write(COUNTS)
     counts = ("--workers", "4", "--servers", "3", "--dispatchers", "2", "--racks", "2")
     limit = ("bash", "-c", 'ulimit -n 256; exec "$@"', "bash")
-    code, err = cluster.run(*counts, "train.py", prefix=limit, env={"STEPS": "200"})
+    others = ["server-0", "server-1", "server-2", "dispatcher-0", "dispatcher-1"]
+    found: list[dict[str, int]] = []
+    with cluster.gate() as early, cluster.gate() as late:
+        env = {"STEPS": "200", "GATE5": early.path, "GATE199": late.path}
+        job = cluster.start("run", *counts, "train.py", prefix=limit, env=env)
+        for number, gate in enumerate((early, late), 1):
+            told = cluster.told("open", 4 * number)[-4:]  # all four wait: nothing is under way
+            held = {name: cluster.node(name).num_fds() for name in others}
+            found.append({**held, **{words[2]: int(words[3]) for words in told}})
+            gate.open()
+        code, err = job.end()
     assert code == 0, err
-    told = cluster.told("open", 8)
-    early, late = (
-        {words[2]: int(words[3]) for words in told if words[1] == step} for step in ("5", "199")
-    )
-    assert early == late
+    assert len(found[0]) == 9 and found[0] == found[1]
     assert len(set(cluster.digests(4))) == 1
+    cluster.assert_clean()
