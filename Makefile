@@ -13,7 +13,9 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,examples,cityhash]'
+		--only-binary=:all: -c constraints.txt -e '.[dev,examples]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary=:all: cityhash \
+		|| echo "cityhash has no wheel for this Python: its exact fallback is used"
 	@touch $@
 
 run: $(STAMP)
