@@ -23,7 +23,7 @@ from paradis.transport.base import LinkConfig
 from paradis.transport.handshake import greet_peer
 from paradis.transport.sockets import SocketTransport
 from paradis.wire.frame import HEADER_BYTES, checksum, encode
-from paradis.wire.messages import Challenge, Hello, Pull, Push, Update
+from paradis.wire.messages import Challenge, Hello, Pull, Push
 
 from .conftest import (
     DEADLINE_S,
