@@ -151,9 +151,9 @@ class CommunicationConfig:
         shared="user_timeout_s",
     )
     socket_buffer: int = key(
-        1 << 20,
+        4 << 20,
         SIZE,
-        "Send and receive buffer of a data connection: larger ones only cost processor time here.",
+        "Buffers of a data connection: the next shard arrives while one is handled.",
         least=4096,
         shared="socket_buffer_bytes",
     )

@@ -46,7 +46,7 @@ class SharedSettings:
     retry_interval_s: float = 3.0
     payload_checksum: str = "auto"
     user_timeout_s: float = 5.0
-    socket_buffer_bytes: int = 1 << 20
+    socket_buffer_bytes: int = 4 << 20
     same_host: str = "unix"
     rack_aggregation: str = "auto"
     on_early_finish: str = "continue"

@@ -273,8 +273,6 @@ class Binding:
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
     ) -> str | None:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
-        from paradis.frontend.optimizer import checkpoint_info
-
         if self.session.rank != 0:
             return None
         self.check()
@@ -296,3 +294,20 @@ class Binding:
             done = node.wait(-1, f"checkpoint {info.checkpoint}", timeout_s=600.0)
             return done.path
         return str(path)
+
+
+def checkpoint_info(
+    path: str, group: int, step: int, options: list[msg.Options], extra: dict[str, msg.Scalar]
+) -> msg.CheckpointInfo:
+    """Return what belongs in a manifest beside the pieces.
+
+    Raises:
+        ConfigError: an extra value is not a number, string, boolean or None.
+    """
+    for key, value in extra.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise ConfigError(
+                f"checkpoint extra {key!r} refused: expected a number, string, boolean or None, "
+                f"got {type(value).__name__}; convert it, or keep it in a file of your own"
+            )
+    return msg.CheckpointInfo(checkpoint=path, group=group, step=step, options=options, extra=extra)

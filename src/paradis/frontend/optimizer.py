@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import torch
 
-from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
+from paradis.errors import NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
-from paradis.wire.messages import CheckpointInfo, Options, Scalar, StepCommit
+from paradis.wire.messages import Options, Scalar, StepCommit
 
 warnings.filterwarnings(
     "ignore", message="GradScaler is going to stop passing itself", category=FutureWarning
@@ -268,20 +268,3 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"paradis.WrappedOptimizer({self._inner_name}, groups={len(self.param_groups)})"
-
-
-def checkpoint_info(
-    path: str, group: int, step: int, options: list[Options], extra: dict[str, Scalar]
-) -> CheckpointInfo:
-    """Return what belongs in a manifest beside the pieces.
-
-    Raises:
-        ConfigError: an extra value is not a number, string, boolean or None.
-    """
-    for key, value in extra.items():
-        if not isinstance(value, bool | int | float | str | None):
-            raise ConfigError(
-                f"checkpoint extra {key!r} refused: expected a number, string, boolean or None, "
-                f"got {type(value).__name__}; convert it, or keep it in a file of your own"
-            )
-    return CheckpointInfo(checkpoint=path, group=group, step=step, options=options, extra=extra)

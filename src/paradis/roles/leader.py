@@ -259,7 +259,7 @@ class LeaderRole(LeaderViews):
 
     def _on_timer(self, name: str, now_ns: int) -> None:
         kind, _, rest = name.partition(":")
-        if self._over and kind != "summary":
+        if self._over and kind not in ("summary", "saved"):
             return
         if kind == "join" and self.view is None:
             absent = ", ".join(self._absent()[:8])
@@ -278,10 +278,9 @@ class LeaderRole(LeaderViews):
         elif kind == "alive":
             self._check_alive(now_ns)
         elif kind == "summary":
-            if self._saves and now_ns < self._saves_until_ns:
-                self._out.append(fx.SetTimer("summary", now_ns + _SECOND_NS))
-            else:
-                self._summary()
+            self._summary()
+        elif kind == "saved":
+            self._end_when_saved(now_ns)
 
     def _on_register_deadline(self, rest: str, now_ns: int) -> None:
         group, part = (int(x) for x in rest.split(":"))
@@ -320,10 +319,20 @@ class LeaderRole(LeaderViews):
 
     def _finish(self, reason: str, now_ns: int) -> None:
         self._over = reason
+        self._saves_until_ns = now_ns + _SAVES_NS
+        self._end_when_saved(now_ns)
+
+    def _end_when_saved(self, now_ns: int) -> None:
+        """Send servers and dispatchers home, unless a checkpoint is still being written."""
+        if not self._saves_until_ns:
+            return
+        if self._saves and now_ns < self._saves_until_ns:
+            self._out.append(fx.SetTimer("saved", now_ns + _SECOND_NS))
+            return
+        self._saves_until_ns = 0
         for node, member in self.nodes.items():
             if role_of(node) in ("server", "dispatcher") and not member.gone:
-                self._send(node, msg.Shutdown(reason=reason))
-        self._saves_until_ns = now_ns + _SAVES_NS
+                self._send(node, msg.Shutdown(reason=self._over))
         self._out.append(fx.SetTimer("summary", now_ns + _SECOND_NS))
 
     def _summary(self) -> None:
@@ -348,8 +357,8 @@ class LeaderRole(LeaderViews):
         for node in [*self._of_role("worker")[:1], *self._of_agents()]:
             if not self.nodes[node].gone:
                 self._send(node, done)
-        if self._over:
-            self._out.append(fx.SetTimer("summary", 0))
+        if self._saves_until_ns:
+            self._out.append(fx.SetTimer("saved", 0))
 
 
 def _registration(register: msg.Register) -> Registration:

@@ -237,10 +237,12 @@ class Receiver:
 
         That is so after most pushes, hence worth a look before everything is looked at.
         """
+        return not self._decided(group) and shard.collection.ranks_held < self._contributors()
+
+    def _decided(self, group: HeldGroup) -> bool:
+        """Whether somebody has committed, asked for a norm, or left."""
         assert self.view is not None
-        if group.commits or group.norms or self.view.left:
-            return False
-        return shard.collection.ranks_held < self._contributors()
+        return bool(group.commits or group.norms or self.view.left)
 
     def _contributors(self) -> int:
         """Return how many ranks a sum is made of while nobody has left."""
@@ -361,6 +363,8 @@ class Receiver:
         if shard.collection.summed is None:
             self._out.append(fx.ReleaseSum(event.shard))
             self._ask(group, shard, ask)
+        elif self._serves_racks and not self._decided(group):
+            return  # a server's sum waits for the commits; a rack agent sends its own on
         self.advance(group, shard)
 
     def size_of(self, shard_id: int) -> int:

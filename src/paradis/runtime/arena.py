@@ -32,6 +32,7 @@ class _Accumulator:
     """One shard's accumulator: it holds a sum, or a lease is being received into it, or neither."""
 
     buffer: torch.Tensor | None = None
+    view: memoryview | None = None
     lease: int = 0
     summed: bool = False
 
@@ -77,7 +78,7 @@ class Arena:
                 if not own.lease and not own.summed:
                     buffer = self._own_buffer(own, nbytes)
                     own.lease = number
-                    return self._lease(_Lease(buffer, 1, accumulator_of))
+                    return self._lease(_Lease(buffer, 1, accumulator_of), own.view)
             if self.store_bytes + nbytes > self.store_bytes_max:
                 return Placed(0, (self._scratch_view(nbytes),))
             self._count(nbytes)
@@ -113,13 +114,14 @@ class Arena:
     def _own_buffer(own: _Accumulator, nbytes: int) -> torch.Tensor:
         if own.buffer is None or own.buffer.numel() != nbytes:
             own.buffer = _new(nbytes)
+            own.view = as_bytes(own.buffer)
         return own.buffer
 
-    def _lease(self, lease: _Lease) -> Placed:
+    def _lease(self, lease: _Lease, view: memoryview | None = None) -> Placed:
         number = self._next
         self._next += 1
         self._leases[number] = lease
-        return Placed(number, (as_bytes(lease.buffer),))
+        return Placed(number, (as_bytes(lease.buffer) if view is None else view,))
 
     def bytes_of(self, lease: int) -> torch.Tensor:
         """Return the leased bytes, (nbytes,) uint8, lent until the lease is released."""

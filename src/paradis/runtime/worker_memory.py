@@ -189,6 +189,7 @@ class GroupMemory:
         self.tensors: list[BoundTensor] = []
         self.shards: dict[int, ShardMemory] = {}
         self._zeros = memoryview(bytearray(64))
+        self._last: tuple[torch.Tensor, memoryview] | None = None
 
     def add(self, shards: tuple[ShardPlan, ...]) -> None:
         """Add the shards of a plan; their tensors are in ``tensors`` already."""
@@ -204,6 +205,12 @@ class GroupMemory:
             self._zeros = memoryview(bytearray(nbytes))
         return self._zeros[:nbytes]
 
+    def _bytes_of(self, gradient: torch.Tensor) -> memoryview:
+        """Return a gradient's bytes; the shards of one tensor come one after the other."""
+        if self._last is None or self._last[0] is not gradient:
+            self._last = (gradient, as_bytes(gradient))
+        return self._last[1]
+
     def set_gradient(self, shard: int, gradients: list[torch.Tensor | None]) -> None:
         """Say what a shard's gradient is; the tensors are borrowed until the step is done.
 
@@ -213,7 +220,7 @@ class GroupMemory:
         memory = self.shards[shard]
         size = memory.tensors[0].dtype.itemsize
         sources = [
-            self.zeros(t.tensor.numel() * size) if g is None else as_bytes(g)
+            self.zeros(t.tensor.numel() * size) if g is None else self._bytes_of(g)
             for t, g in zip(memory.tensors, gradients, strict=True)
         ]
         memory.gradient = memory.assemble(sources, size)

@@ -31,8 +31,8 @@ class LinkConfig:
         user_timeout_ms: TCP_USER_TIMEOUT, unacknowledged data after this long ends the link;
             the kernel alone would wait a quarter of an hour.
         keepalive_s: idle seconds before TCP probes the peer.
-        socket_buffer_bytes: SO_SNDBUF and SO_RCVBUF; 1 MiB covers 8 ms at 1 Gb/s, and larger ones
-            cost processor time here, for their memory does not stay in the cache.
+        socket_buffer_bytes: SO_SNDBUF and SO_RCVBUF; 4 MiB holds one default shard, which arrives
+            while the one before is handled.
         queue_bytes_max: bound of a connection's send queue; a full queue is an error, since
             credits keep pushes far below it.
         payload_checksum: add and check an xxh3_64 over each payload.
@@ -42,7 +42,7 @@ class LinkConfig:
     connect_timeout_s: float = 10.0
     user_timeout_ms: int = 5000
     keepalive_s: int = 2
-    socket_buffer_bytes: int = 1 << 20
+    socket_buffer_bytes: int = 4 << 20
     queue_bytes_max: int = 8 << 30
     payload_checksum: bool = False
     limits: Limits = Limits()
