@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from paradis.ids import NodeId, server_id, worker_id
 from paradis.roles.worker import WorkerRole
@@ -33,9 +33,7 @@ class LocalJob:
     def __init__(self, settings: SharedSettings) -> None:
         settings = replace(settings, heartbeat_interval_s=60.0, failure_timeout_s=1e9)
         self.settings = settings
-        shared: dict[str, Scalar] = {
-            name: getattr(settings, name) for name in SharedSettings.__dataclass_fields__
-        }
+        shared: dict[str, Scalar] = asdict(settings)
         token = secrets.token_bytes(16)
         network = MemoryNetwork()
         self.leader = LeaderNode(

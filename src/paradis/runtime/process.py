@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import FrameType
 
 import torch
@@ -324,9 +324,7 @@ def _lead(
         int(held.value) if (held := store.get(key)) is not None else 0
         for key in ("generation", "incarnation")
     )
-    shared: dict[str, Scalar] = {
-        name: getattr(settings, name) for name in SharedSettings.__dataclass_fields__
-    }
+    shared: dict[str, Scalar] = asdict(settings)
     leader = LeaderNode(
         leader_config(
             settings, shared,
