@@ -155,9 +155,11 @@ class Session:
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
-        elif error is not None and self.node.error is None:
+        elif self.node.error is None or self.node.driver.interrupted:
             # The others need not wait for the end of this process, nor the host agent for its code.
-            self.node.tell_leader(_failure(self.rank, error))
+            cause = self.node.error if error is None else error
+            assert cause is not None
+            self.node.tell_leader(_failure(self.rank, cause))
         if self._job is not None:
             self._job.close()
         else:

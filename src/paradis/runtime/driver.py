@@ -3,6 +3,9 @@
 There is no dispatching thread: whoever posts an event runs the role under the node's lock, unless
 another thread is running it, who then takes the event over. So events are handled one at a time, in
 posting order, and a lone event costs no hop to another thread.
+
+On the script's main thread a signal handler of the script may raise in the middle of a role, which
+then cannot go on: the node ends, and the script gets its own exception, not one of ours.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paradis.errors import InternalError
+from paradis.errors import InternalError, ParadisError, StateError
 from paradis.roles.effects import Effect
 from paradis.roles.events import Event, TimerFired
+from paradis.runtime.signals import raised_in_handler
 
 _log = logging.getLogger("paradis.driver")
 _STORY = 32
@@ -38,7 +42,11 @@ class Driver:
         name: for log records.
         role: the pure state machine.
         carry: carries an effect out; called under the node's lock, must not block.
-        broken: called once if the role raises, which is a bug of ours.
+        broken: called once if the role raises: with ``InternalError`` where that is a bug of ours,
+            with ``StateError`` where a signal handler of the script raised in it.
+
+    Attributes:
+        interrupted: whether a signal handler of the script ended it.
     """
 
     def __init__(
@@ -46,9 +54,10 @@ class Driver:
         name: str,
         role: Role,
         carry: Callable[[Effect], None],
-        broken: Callable[[InternalError], None],
+        broken: Callable[[ParadisError], None],
     ) -> None:
         self.name = name
+        self.interrupted = False
         self.role = role
         self._carry = carry
         self._broken = broken
@@ -78,15 +87,32 @@ class Driver:
             try:
                 for effect in self.role.handle(event, time.monotonic_ns()):
                     self._carry(effect)
-            except Exception as error:
+            except BaseException as error:
                 self._stopped = True
-                story = "\n  ".join(repr(e)[:200] for e in self._story)
-                _log.exception("role of %s broke; last events:\n  %s", self.name, story)
-                broken = InternalError(
-                    f"{self.name} broke on {type(event).__name__}: {error!r}; please report it "
-                    "with the node's log"
-                )
-                self._broken(broken)
+                if raised_in_handler(error):
+                    self._interrupt(error)
+                    raise
+                self._break(event, error)
+
+    def _interrupt(self, error: BaseException) -> None:
+        self.interrupted = True
+        self._broken(
+            StateError(
+                f"{self.name} cannot go on: a signal handler of the script raised "
+                f"{type(error).__name__} in the middle of its work; let the handler set a flag "
+                "that the loop looks at between steps"
+            )
+        )
+
+    def _break(self, event: Event, error: BaseException) -> None:
+        story = "\n  ".join(repr(e)[:200] for e in self._story)
+        _log.error("role of %s broke; last events:\n  %s", self.name, story, exc_info=error)
+        self._broken(
+            InternalError(
+                f"{self.name} broke on {type(event).__name__}: {error!r}; please report it "
+                "with the node's log"
+            )
+        )
 
     def set_timer(self, name: str, at_ns: int) -> None:
         """Post ``TimerFired(name)`` at ``at_ns`` (monotonic); a later one replaces it."""

@@ -13,7 +13,6 @@ import msgspec
 from paradis import version
 from paradis.control.service import Session
 from paradis.errors import (
-    InternalError,
     JoinRefused,
     ParadisError,
     RemoteProtocolError,
@@ -179,7 +178,7 @@ class LeaderNode:
             return
         self.driver.post(ManifestWritten(checkpoint, str(path.parent.parent)))
 
-    def _broken(self, error: InternalError) -> None:
+    def _broken(self, error: ParadisError) -> None:
         self.error = error
         self.ended.set()
 

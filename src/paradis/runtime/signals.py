@@ -1,14 +1,15 @@
-"""Signals of the launcher as items of its one event queue.
+"""The launcher's signals as items of its one event queue; exceptions of a script's handlers.
 
-Invariant: between entry and exit no signal kills or interrupts the launcher: each is an event that
-the main loop decides about.
+Invariant: between entry and exit of ``SignalInbox`` no signal kills or interrupts the launcher:
+each is an event that the main loop decides about.
 """
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, Final
 
 _STOPPING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,3 +45,30 @@ class SignalInbox:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._put(number)
+
+
+def raised_in_handler(error: BaseException) -> bool:
+    """Tell whether an exception came out of a signal handler, and so out of nowhere.
+
+    True for what a handler written in Python let through, and for ``KeyboardInterrupt`` and
+    ``SystemExit``, which nothing of ours raises.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Return the code of a handler: a function, a method, a partial or an object with a call."""
+    if isinstance(handler, functools.partial):
+        handler = handler.func
+    code = getattr(handler, "__code__", None)
+    if code is None:  # an object: its class says how it is called
+        code = getattr(getattr(type(handler), "__call__", None), "__code__", None)  # noqa: B004
+    return code if isinstance(code, CodeType) else None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import threading
 from collections.abc import Sequence
 
-from paradis.errors import InternalError
+import pytest
+
+from paradis.errors import InternalError, ParadisError, StateError
 from paradis.roles.effects import Announce, Effect
 from paradis.roles.events import Event, ShardReady, TimerFired
 from paradis.runtime.driver import Driver
@@ -29,9 +33,9 @@ class Echo:
         return [Announce("info", str(len(self.seen)))]
 
 
-def make(role: Echo) -> tuple[Driver, list[Effect], list[InternalError]]:
+def make(role: Echo) -> tuple[Driver, list[Effect], list[ParadisError]]:
     effects: list[Effect] = []
-    broken: list[InternalError] = []
+    broken: list[ParadisError] = []
     return Driver("test", role, effects.append, broken.append), effects, broken
 
 
@@ -79,6 +83,68 @@ def test_a_broken_role_ends_the_node_with_the_story_and_handles_nothing_more() -
     assert len(broken) == 1
     assert "planted" in broken[0].message
     assert role.seen == []
+
+
+class Interrupting(Echo):
+    """A signal arrives while it handles an event."""
+
+    def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().handle(event, now_ns)
+
+
+class Handler:
+    """Signal handlers of every shape that scripts use; all raise but the last."""
+
+    def method(self, number: int, frame: object) -> None:
+        raise RuntimeError(f"signal {number}")
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.method(number, frame)
+
+    def leave(self, number: int, frame: object) -> None:
+        raise SystemExit(3)
+
+
+def function(number: int, frame: object) -> None:
+    raise RuntimeError(f"signal {number}")
+
+
+SHAPES = {
+    "function": function,
+    "method": Handler().method,
+    "object": Handler(),
+    "partial": functools.partial(Handler.method, Handler()),
+    "exit": Handler().leave,
+    "keyboard": signal.default_int_handler,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_signal_handler_raises_reaches_the_script_and_ends_the_node(shape: str) -> None:
+    driver, effects, broken = make(Interrupting())
+    previous = signal.signal(signal.SIGUSR1, SHAPES[shape])
+    try:
+        with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
+            driver.post(ShardReady(0, 1))
+        driver.post(ShardReady(0, 2))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert driver.interrupted and effects == []
+    [error] = broken
+    assert isinstance(error, StateError) and "set a flag" in error.message
+
+
+def test_a_handler_that_raises_nothing_interrupts_nothing() -> None:
+    driver, effects, broken = make(Interrupting())
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        driver.post(ShardReady(0, 1))
+        driver.post(ShardReady(0, -1))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(effects) == 1 and not driver.interrupted
+    assert isinstance(broken[0], InternalError)
 
 
 def test_timers_fire_by_name_and_a_later_one_replaces_an_earlier() -> None:
