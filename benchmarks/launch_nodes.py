@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 _DEADLINE_S = 60.0
+_PARADIS = ("-m", "paradis.cli.main")
 
 
 class Nodes:
@@ -17,11 +18,13 @@ class Nodes:
     Args:
         directory: where token, address, logs and metadata go; must exist.
         settings: ``section.key=value`` texts for the leader.
+        server: what runs a server: arguments of the interpreter.
     """
 
     def __init__(
-        self, directory: Path, *, workers: int, servers: int, settings: tuple[str, ...] = ()
-    ) -> None:
+        self, directory: Path, *, workers: int, servers: int, settings: tuple[str, ...] = (),
+        server: tuple[str, ...] = _PARADIS,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self.token_file = directory / "token"
         self.token_file.write_text(secrets.token_hex(16), encoding="ascii")
@@ -30,19 +33,21 @@ class Nodes:
         sets = [part for text in settings for part in ("--set", text)]
         address_file = directory / "leader.address"
         self._start(
-            "dispatcher", "--workers", str(workers), "--servers", str(servers),
+            _PARADIS, "dispatcher", "--workers", str(workers), "--servers", str(servers),
             "--address-file", str(address_file), *sets,
         )  # fmt: skip
         self.address = _wait_for(address_file)
         self.servers = [
-            self._start("server", "--index", str(i), "--dispatchers", self.address)
+            self._start(server, "server", "--index", str(i), "--dispatchers", self.address)
             for i in range(servers)
         ]
 
-    def _start(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, program: tuple[str, ...], role: str, *arguments: str
+    ) -> subprocess.Popen[bytes]:
         log = (self.directory / f"{role}-{len(self._children)}.log").open("wb")
         command = [
-            sys.executable, "-m", "paradis.cli.main", role, "--token-file", str(self.token_file),
+            sys.executable, *program, role, "--token-file", str(self.token_file),
             "--run-dir", str(self.directory), *arguments,
         ]  # fmt: skip
         child = subprocess.Popen(command, stdout=log, stderr=log)

@@ -16,7 +16,7 @@ from paradis.errors import (
 )
 from paradis.transport.base import LinkConfig
 from paradis.wire.frame import Limits
-from paradis.wire.messages import Commit, Hello, Pull, Push, PushAck, StepCommit, Update
+from paradis.wire.messages import Commit, Hello, Pull, Push, PushAck, Resend, StepCommit, Update
 
 from .conftest import DEADLINE_S, LISTEN_ON, Links, Recorder, identity
 
@@ -26,14 +26,20 @@ def pattern(count: int, seed: int = 1) -> bytes:
     return (block * (count // 251 + 1))[:count]
 
 
-def test_frames_arrive_whole_and_in_order(links: Links) -> None:
+def test_frames_arrive_whole_and_each_kind_in_order(links: Links) -> None:
+    """A frame without a payload may overtake others, but none of its own kind."""
     pair = links.pair()
     sizes = [0, 1, 3000, 0, 70_000, 12, 300_000, 0, 5]
     for i, size in enumerate(sizes):
         pair.near.send(Push(shard=i, step=9, revision=2), [memoryview(pattern(size, i))])
     got = pair.far_sink.wait_frames(len(sizes))
-    assert [m for m, _ in got] == [Push(shard=i, step=9, revision=2) for i in range(len(sizes))]
-    assert [p for _, p in got] == [pattern(n, i) if n else None for i, n in enumerate(sizes)]
+    for heavy in (False, True):
+        mine = [(m, p) for m, p in got if (p is not None) == heavy]
+        assert mine == [
+            (Push(shard=i, step=9, revision=2), pattern(size, i) if size else None)
+            for i, size in enumerate(sizes)
+            if bool(size) == heavy
+        ]
 
 
 def test_sections_and_both_directions(links: Links) -> None:
@@ -42,9 +48,9 @@ def test_sections_and_both_directions(links: Links) -> None:
         step=4, commit=StepCommit(revisions={3: 1}, present=b"\x07", options=[{"lr": 0.1}])
     )
     pair.near.send(commit)
-    pair.far.send(PushAck(shard=1, sequence=1 << 40, credit=77))
+    pair.far.send(Resend(shard=1, sequence=1 << 40, direct=True))
     assert pair.far_sink.wait_frames(1) == [(commit, None)]
-    assert pair.near_sink.wait_frames(1) == [(PushAck(shard=1, sequence=1 << 40, credit=77), None)]
+    assert pair.near_sink.wait_frames(1) == [(Resend(shard=1, sequence=1 << 40, direct=True), None)]
 
 
 def test_peers_know_each_other(links: Links) -> None:
@@ -87,7 +93,7 @@ def test_big_payload(links: Links) -> None:
 def test_many_small_frames(links: Links) -> None:
     pair = links.pair()
     for i in range(3000):
-        pair.near.send(PushAck(sequence=i, credit=i))
+        pair.near.send(PushAck(sequence=i))
     got = pair.far_sink.wait_frames(3000)
     assert [m.sequence for m, _ in got] == list(range(3000))
 
@@ -133,6 +139,38 @@ def test_replies_from_the_reading_thread(links: Links) -> None:
     for i in range(200):
         pair.near.send(Push(sequence=i), [memoryview(pattern(i))])
     assert [m.sequence for m, _ in pair.near_sink.wait_frames(200)] == list(range(200))
+
+
+def test_held_replies_keep_their_order(links: Links) -> None:
+    """Acknowledgements may be held back while more arrives; none is overtaken by its own kind."""
+
+    class Answering(Recorder):
+        def deliver(self, peer, message, placement):  # type: ignore[no-untyped-def]
+            super().deliver(peer, message, placement)
+            reply = Resend if message.sequence % 7 == 6 else PushAck
+            payload = [memoryview(b"x" * 100_000)] if message.sequence % 11 == 10 else []
+            pair.far.send(reply(sequence=message.sequence), payload)
+
+    pair = links.pair(far_sink=Answering())
+    for i in range(300):
+        pair.near.send(Push(sequence=i), [memoryview(pattern(i))])
+    got = pair.near_sink.wait_frames(300)
+    for heavy in (False, True):
+        mine = [m.sequence for m, p in got if (p is not None) == heavy]
+        assert mine == [i for i in range(300) if (i % 11 == 10) == heavy]
+
+
+def test_held_replies_are_sent_at_close(links: Links) -> None:
+    class Closing(Recorder):
+        def deliver(self, peer, message, placement):  # type: ignore[no-untyped-def]
+            pair.far.send(PushAck(sequence=message.sequence))
+            if message.sequence == 2:
+                pair.far.close()
+
+    pair = links.pair(far_sink=Closing())
+    for i in range(3):
+        pair.near.send(Push(sequence=i), [memoryview(pattern(50))])
+    assert [m.sequence for m, _ in pair.near_sink.wait_frames(3)] == [0, 1, 2]
 
 
 def test_on_sent_is_called_once_and_not_inside_send(links: Links) -> None:

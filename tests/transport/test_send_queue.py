@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,11 @@ FRAMES = st.lists(
     st.tuples(st.binary(min_size=1, max_size=20), st.lists(st.binary(min_size=1, max_size=20))),
     max_size=12,
 )
+
+
+def by_weight(frames: list[tuple[bytes, list[bytes]]]) -> list[int]:
+    """Return the order in which frames leave that were all queued before the first one left."""
+    return sorted(range(len(frames)), key=lambda i: bool(frames[i][1]))
 
 
 @given(frames=FRAMES, steps=st.lists(st.integers(0, 60), max_size=100))
@@ -26,6 +32,9 @@ def test_bytes_leave_in_order_however_they_are_taken(
     for i, (head, payload) in enumerate(frames):
         views = tuple(memoryview(piece) for piece in payload)
         queue.append(Outgoing(head, views, partial(finished.append, i)))
+    order = by_weight(frames)
+    for i in order:
+        head, payload = frames[i]
         expected += head + b"".join(payload)
         ends.append(len(expected))
     taken = b""
@@ -37,8 +46,24 @@ def test_bytes_leave_in_order_however_they_are_taken(
         for on_sent in queue.consume(min(step, len(offered))):
             on_sent()
         assert queue.bytes == len(expected) - len(taken)
-        assert finished == [i for i, end in enumerate(ends) if end <= len(taken)]
+        assert finished == [i for i, end in zip(order, ends, strict=True) if end <= len(taken)]
     assert taken == expected and not queue
+
+
+@pytest.mark.parametrize("sent", [0, 1, 40])
+def test_a_frame_without_payload_overtakes_what_has_not_begun(sent: int) -> None:
+    queue = SendQueue(1 << 20)
+    begun, waiting = bytes(300_000), bytes(400_000)
+    queue.append(Outgoing(b"first ", (memoryview(begun),), None))
+    queue.append(Outgoing(b"second ", (memoryview(waiting),), None))
+    queue.gather()
+    queue.consume(sent)
+    queue.append(Outgoing(b"light", (), None))
+    taken = b""
+    while views := queue.gather():
+        taken += b"".join(views)
+        queue.consume(sum(map(len, views)))
+    assert taken == (b"first " + begun)[sent:] + b"light" + b"second " + waiting
 
 
 def test_one_call_never_gets_more_views_than_the_system_takes() -> None:

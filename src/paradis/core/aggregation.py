@@ -17,7 +17,7 @@ The same object serves the server (contributors: ranks and racks) and the rack a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["held", "duplicate", "refused", "void"]
@@ -42,7 +42,7 @@ class Contribution:
     tag: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Added:
     """Result of `Collection.add`.
 
@@ -55,8 +55,11 @@ class Added:
     """
 
     outcome: Outcome
-    dropped: list[Contribution] = field(default_factory=list)
-    ask: list[int] = field(default_factory=list)
+    dropped: Sequence[Contribution] = ()
+    ask: Sequence[int] = ()
+
+
+_HELD = Added("held")
 
 
 class Collection:
@@ -101,6 +104,9 @@ class Collection:
             tag: what the pusher calls it.
             rack_of: rank -> dispatcher index of its rack agent, for direct pushes.
         """
+        if self.empty and not self.direct and not rack_of:
+            self.held.append(Contribution(dict(ranks), lease, nbytes, rack, tag))
+            return _HELD
         known = self._known()
         if all(known.get(r, -1) >= v for r, v in ranks.items()):
             return Added("duplicate")

@@ -56,6 +56,7 @@ class Outbox:
         self._lowest = 0
         self._ready: list[tuple[int, int]] = []
         self._unreturned: dict[int, int] = {}
+        self._used = 0
         self._lane: list[Entry] = []
         self._in_lane: dict[tuple[int, int], Entry] = {}
 
@@ -101,7 +102,7 @@ class Outbox:
     @property
     def used(self) -> int:
         """Bytes sent through the window and not returned."""
-        return sum(self._unreturned.values())
+        return self._used
 
     def may_push(self, rank: int, size: int) -> bool:
         """Whether a shard at this place fits now: all of the quota is for the lowest one only."""
@@ -119,6 +120,7 @@ class Outbox:
             if not self.may_push(rank, size):
                 return None
             heapq.heappop(self._ready)
+            self._used += size - self._unreturned.get(shard, 0)
             self._unreturned[shard] = size
             self.settle(shard)
             return shard
@@ -126,7 +128,7 @@ class Outbox:
 
     def returned(self, shard: int) -> None:
         """The receiver gave back the credit of this shard; unknown shards are ignored."""
-        self._unreturned.pop(shard, None)
+        self._used -= self._unreturned.pop(shard, 0)
 
     # ------------------------------------------------------------------- lane
 
@@ -192,6 +194,7 @@ class Outbox:
 
     def check(self) -> None:
         """Assert the invariant."""
+        assert self.used == sum(self._unreturned.values())
         assert self.used <= self.quota, (self.used, self.quota)
         assert self._lowest == len(self._order) or self._order[self._lowest] not in self._settled
 

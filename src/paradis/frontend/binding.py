@@ -78,9 +78,9 @@ class Binding:
         """Whether this worker's values and optimizer state are the ones that count."""
         return min(self.members()) == self.session.rank
 
-    def _ready(self, shard: int) -> None:
+    def _ready(self, shards: tuple[int, ...]) -> None:
         if self.session.alive:
-            self.session.node.post(ev.ShardReady(self.group, shard))
+            self.session.node.post(ev.ShardsReady(self.group, shards))
 
     # ---------------------------------------------------------------- asking
 

@@ -37,7 +37,7 @@ class Collector:
 
     Args:
         memory: shards and tensors.
-        ready: called with a shard when its gradient is handed over.
+        ready: called with the shards whose gradients a hook has handed over.
         debug: hash gradients, to catch writes that no version counter sees.
 
     Attributes:
@@ -50,7 +50,7 @@ class Collector:
     """
 
     def __init__(
-        self, memory: GroupMemory, ready: Callable[[int], None], *, debug: bool = False
+        self, memory: GroupMemory, ready: Callable[[tuple[int, ...]], None], *, debug: bool = False
     ) -> None:
         self._memory = memory
         self._ready = ready
@@ -136,23 +136,25 @@ class Collector:
         if handed is None:
             return
         self._handed[index] = handed
+        ready: list[int] = []
         for shard in self._shards_of[index]:
             self._missing[shard] -= 1
             if not self._missing[shard]:
                 self._hand_over_shard(shard)
+                if self._memory.shards[shard].plan.length:
+                    ready.append(shard)
+        if ready:
+            self._ready(tuple(ready))
 
     def _hand_over_shard(self, shard: int) -> None:
-        segments = self._memory.shards[shard].plan.segments
-        flats = []
-        for segment in segments:
+        flats: list[torch.Tensor | None] = []
+        for segment in self._memory.shards[shard].plan.segments:
             handed = self._handed[segment.parameter]
             assert handed is not None
             flats.append(handed.flat)
-        self._memory.set_gradient(shard, list(flats))
+        self._memory.set_gradient(shard, flats)
         self._handed_shards[shard] = None
         self._yielding.append(shard)
-        if self._memory.shards[shard].plan.length:
-            self._ready(shard)
 
     def _look(self, index: int) -> Handed | None:
         """Return the parameter's gradient as it is now."""

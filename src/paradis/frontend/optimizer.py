@@ -155,8 +155,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _count(self, wait_s: float) -> None:
         counters = self._bound.session.node.counters
-        counters.add("steps", 1)
-        counters.add("wait_s", wait_s)
+        counters.add(steps=1, wait_s=wait_s)
 
     # ---------------------------------------------------------- what torch has
 

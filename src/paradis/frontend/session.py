@@ -23,6 +23,7 @@ from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.ids import NodeId, worker_id
 from paradis.roles.events import LeaveAsked
 from paradis.runtime import joining
+from paradis.runtime.interpreter import hurry_turns
 from paradis.runtime.local import LocalJob, make_worker
 from paradis.runtime.process import require_assertions
 from paradis.runtime.rundir import read_token
@@ -58,6 +59,7 @@ class Session:
         self._job: LocalJob | None = None
         self._pulse: joining.Pulse | None = None
         self._closed = False
+        self._turns_s = hurry_turns()
         self._agent = "PARADIS_AGENT" in environ
         self.groups = 0
         self.bindings: list[Detachable] = []
@@ -167,6 +169,7 @@ class Session:
         for binding in self.bindings:
             binding.detach()
         self.bindings.clear()
+        sys.setswitchinterval(self._turns_s)
         atexit.unregister(self.close)
 
 

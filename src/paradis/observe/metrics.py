@@ -33,11 +33,12 @@ class Counters:
         self._start_ns = time.monotonic_ns()
         self._start_cpu_s = time.process_time()
 
-    def add(self, name: str, amount: float) -> None:
-        """Add to a counter."""
-        assert name in NAMES, name
+    def add(self, **amounts: float) -> None:
+        """Add to counters."""
         with self._lock:
-            self._values[name] = self._values.get(name, 0) + amount
+            for name, amount in amounts.items():
+                assert name in NAMES, name
+                self._values[name] = self._values.get(name, 0) + amount
 
     def set(self, name: str, value: float) -> None:
         """Replace a counter's value."""

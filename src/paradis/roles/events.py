@@ -52,11 +52,11 @@ class RegisterAsked(Event, frozen=True):
     registration: ControlMessage
 
 
-class ShardReady(Event, frozen=True):
-    """Backward has produced the gradient of a shard."""
+class ShardsReady(Event, frozen=True):
+    """Backward has produced the gradients of these shards."""
 
     group: int
-    shard: int
+    shards: tuple[int, ...]
 
 
 class StepClosed(Event, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from paradis.core.aggregation import Collection, Contribution
 from paradis.core.flow import Ledger
+from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -69,6 +70,7 @@ class HeldGroup:
         step: the step in progress; commits and norm requests are of this step.
         norms: rank -> its latest norm request of the step.
         squares: round of norm requests -> the answer; the last one only.
+        unfinished: shards that still have the version ``step``, passive ones left out.
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
@@ -76,7 +78,7 @@ class HeldGroup:
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone")  # fmt: skip
+                 "skipped", "gone", "unfinished")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -95,6 +97,7 @@ class HeldGroup:
         self.copying = self.copied = ""
         self.skipped = -2
         self.gone: dict[int, None] = {}
+        self.unfinished = 0
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -104,9 +107,11 @@ class HeldGroup:
     def next_step(self, step: int) -> None:
         """All shards have the version ``step``."""
         self.step = step
+        self.unfinished = 0
         for shard in self.shards.values():
             if shard.passive:
                 shard.version = step
+            self.unfinished += shard.version == step and not shard.passive
         self.commits = {}
         self.norms = {}
         self.verdict = ""
@@ -138,6 +143,7 @@ class Receiver:
         self._by_shard: dict[int, tuple[HeldGroup, HeldShard]] = {}
         self._ledgers: dict[tuple[str, int], Ledger] = {}
         self._rack_of: dict[int, int] = {}
+        self._restricted: tuple[tuple[int, tuple[int, ...]], Tree] = ((-1, ()), ())
         self._out: list[fx.Effect] = []
 
     # ------------------------------------------------------------- membership
@@ -158,6 +164,14 @@ class Receiver:
                 ranks[rank] = None
         return tuple(sorted(ranks))
 
+    def tree(self, members: tuple[int, ...]) -> Tree:
+        """Return the job's tree without those who are no members."""
+        assert self.view is not None
+        key = (self.view.generation, members)
+        if self._restricted[0] != key:
+            self._restricted = (key, restrict(self.view.tree, members))
+        return self._restricted[1]
+
     def rack_of(self) -> dict[int, int]:
         """Return rank -> index of its rack agent, for ranks that go through one."""
         return self._rack_of
@@ -165,7 +179,7 @@ class Receiver:
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
         assert self.view is not None
-        if shard.version != group.step:
+        if shard.version != group.step or not self._decided(group):
             return {}
         members = self.members(group)
         result: dict[int, int | None] = {
@@ -196,7 +210,7 @@ class Receiver:
         group, shard = found
         if push.step < shard.version or (shard.applying and push.step == shard.version):
             self._drop(event)
-            self._ack(event.source, push, credit=shard.nbytes)
+            self._ack(event.source, push, credit=True)
         elif push.step > shard.version:
             self._drop(event)
         else:
@@ -218,16 +232,13 @@ class Receiver:
         ledger = self._ledger(event.source, group)
         if added.outcome in ("duplicate", "refused"):
             self._drop(event)
-            self._ack(
-                event.source,
-                push,
-                credit=0 if ledger.owes(push.shard, push.revision) else shard.nbytes,
-            )
+            credit = not ledger.owes(push.shard, push.revision)
+            self._ack(event.source, push, credit=credit)
         else:
             if added.outcome == "void" and not shard.collection.summing:
                 self._out.append(fx.ReleaseSum(push.shard))
             now = ledger.on_stored(push.shard, push.revision, shard.nbytes)
-            self._ack(event.source, push, credit=shard.nbytes if now else 0)
+            self._ack(event.source, push, credit=now)
         self._ask(group, shard, added.ask)
         if added.outcome != "held" or not self._waits_for_more(group, shard):
             self.advance(group, shard)
@@ -271,10 +282,10 @@ class Receiver:
     def _quota(self, group: HeldGroup) -> int:
         return max(self.quota_bytes, *(2 * s.nbytes for s in group.shards.values()), 0)
 
-    def _ack(self, target: NodeId, push: msg.DataMessage, *, credit: int) -> None:
+    def _ack(self, target: NodeId, push: msg.DataMessage, *, credit: bool) -> None:
         ack = msg.PushAck(
             generation=push.generation, group=push.group, shard=push.shard, step=push.step,
-            worker=push.worker, revision=push.revision, credit=credit,
+            worker=push.worker, revision=push.revision, sequence=int(credit),
         )  # fmt: skip
         self._send(target, ack)
 
@@ -295,7 +306,7 @@ class Receiver:
                 self._send(pusher, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
                     shard=shard.plan.shard, step=shard.version, revision=contribution.tag,
-                    credit=contribution.nbytes,
+                    sequence=1,
                 ))  # fmt: skip
 
     def _ask(self, group: HeldGroup, shard: HeldShard, ranks: Iterable[int]) -> None:
@@ -324,7 +335,7 @@ class Receiver:
         raise AssertionError("subclass")  # pragma: no cover
 
     def sum_if_complete(
-        self, group: HeldGroup, shard: HeldShard, tree: Iterable[tuple[int, ...]], divisor: int
+        self, group: HeldGroup, shard: HeldShard, tree: Tree, divisor: int
     ) -> dict[int, int | None]:
         """Drop what commits rule out, start a sum when everybody needed is here.
 
@@ -333,17 +344,11 @@ class Receiver:
         """
         expected = self.expected(group, shard)
         collection = shard.collection
-        tree = tuple(tree)
-        members = tuple(r for g in tree for r in g)
-        self._release_all(group, shard, collection.drop_wrong(expected))
-        ask = collection.void_sum(expected, members)
-        if ask is None and collection.summed is not None and shard.members != members:
-            ask = [r for r in collection.summed if r in members]
-            collection.summed = None  # its divisor counts somebody who has left
-        if ask is not None:
-            self._out.append(fx.ReleaseSum(shard.plan.shard))
-            self._ask(group, shard, ask)
-        absent = [r for r, v in expected.items() if v is None]
+        members = order(tree)
+        absent: list[int] = []
+        if self._decided(group):
+            self._drop_ruled_out(group, shard, expected, members)
+            absent = [r for r, v in expected.items() if v is None]
         sources = collection.plan_sum(tree, absent)
         if sources is not None:
             missing = any(r in absent for r in members)
@@ -352,6 +357,21 @@ class Receiver:
             shard.ticket += 1
             self._out.append(fx.Reduce(shard.plan.shard, shard.ticket, sources, divisor, missing))
         return expected
+
+    def _drop_ruled_out(
+        self, group: HeldGroup, shard: HeldShard, expected: Mapping[int, int | None],
+        members: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Drop contributions and a sum that the commits rule out; ask anew for what was right."""
+        collection = shard.collection
+        self._release_all(group, shard, collection.drop_wrong(expected))
+        ask = collection.void_sum(expected, members)
+        if ask is None and collection.summed is not None and shard.members != members:
+            ask = [r for r in collection.summed if r in members]
+            collection.summed = None  # its divisor counts somebody who has left
+        if ask is not None:
+            self._out.append(fx.ReleaseSum(shard.plan.shard))
+            self._ask(group, shard, ask)
 
     def on_reduced(self, event: ev.Reduced) -> None:
         """A sum is ready: release what went into it and go on."""
@@ -391,7 +411,7 @@ class Receiver:
                 self._send(source, msg.PushAck(
                     generation=self.view.generation if self.view else 0, group=group.index,
                     shard=shard.plan.shard, step=shard.version, revision=counted,
-                    credit=0 if owed else shard.nbytes,
+                    sequence=0 if owed else 1,
                 ))  # fmt: skip
             wanted = commit.revisions.get(shard.plan.shard, 0)
             if shard.present_in(commit) and counted != wanted:
@@ -432,13 +452,13 @@ class Receiver:
         group.parts = plan.part + 1
         group.optimizer = plan.optimizer
         group.options = plan.options
-        group.next_step(plan.step)
         group.specs.extend(plan.parameters)
         mine = tuple(shards)
         for shard_plan in mine:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard
             self._by_shard[shard_plan.shard] = (group, shard)
+        group.next_step(plan.step)
         for (_, index), ledger in self._ledgers.items():
             if index == plan.group:
                 ledger.quota = self._quota(group)

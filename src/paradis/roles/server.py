@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import msgspec
 
-from paradis.core.tree import restrict
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -222,8 +221,7 @@ class ServerRole(Receiver):
             return
         current = shard.version == group.step
         members = self.members(group) if current else self.view.members
-        tree = restrict(self.view.tree, members)
-        expected = self.sum_if_complete(group, shard, tree, len(members))
+        expected = self.sum_if_complete(group, shard, self.tree(members), len(members))
         if not current or group.verdict not in ("apply", "skip"):
             return
         commit = group.commits[members[0]]
@@ -287,7 +285,8 @@ class ServerRole(Receiver):
                 self._send_update(worker_id(rank), group, shard, unchanged=unchanged)
         for agent_name in agents:
             self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
-        if all(s.version > group.step for s in group.shards.values() if not s.passive):
+        group.unfinished -= 1
+        if not group.unfinished:
             group.next_step(group.step + 1)
 
     def _send_update(

@@ -35,8 +35,8 @@ class WorkerRole(WorkerValues):
         """Take one event, return what to do about it."""
         self._out = []
         match event:
-            case ev.ShardReady():
-                self._on_ready(event.group, event.shard)
+            case ev.ShardsReady():
+                self._on_ready(event.group, event.shards)
                 return self._out
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)

@@ -109,13 +109,16 @@ class WorkerPushes:
                     box.ready(shard.plan.shard)
         return box
 
-    def _on_ready(self, index: int, shard_id: int) -> None:
+    def _on_ready(self, index: int, shards: tuple[int, ...]) -> None:
         group = self.groups[index]
-        shard = group.shards[shard_id]
-        if shard.ready or not shard.trainable:
-            return
-        self._make_ready(group, shard)
-        self._pump_box(group, shard.target, self._begin(group, shard.target))
+        targets: dict[str, None] = {}
+        for shard_id in shards:
+            shard = group.shards[shard_id]
+            if not shard.ready and shard.trainable:
+                self._make_ready(group, shard)
+                targets[shard.target] = None
+        for target in targets:
+            self._pump_box(group, target, self._begin(group, target))
 
     def _make_ready(self, group: Group, shard: Shard) -> None:
         """The gradient exists: queue it in the window, or in the lane if its place has passed."""

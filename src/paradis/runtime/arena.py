@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from paradis.numerics.memory_order import as_bytes
+from paradis.runtime.pages import allocate
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Arena:
         if self.store_bytes + self._free_bytes > self.store_bytes_max:
             self._free.clear()
             self._free_bytes = 0
-        return _new(nbytes)
+        return allocate(nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.store_bytes += nbytes
@@ -113,7 +114,7 @@ class Arena:
     @staticmethod
     def _own_buffer(own: _Accumulator, nbytes: int) -> torch.Tensor:
         if own.buffer is None or own.buffer.numel() != nbytes:
-            own.buffer = _new(nbytes)
+            own.buffer = allocate(nbytes)
             own.view = as_bytes(own.buffer)
         return own.buffer
 
@@ -147,14 +148,15 @@ class Arena:
                 self._free_bytes += held.buffer.numel()
                 self._free[held.buffer.numel()].append(held.buffer)
 
-    def sum_target(self, shard: int, nbytes: int, sources: Iterable[int]) -> torch.Tensor:
-        """Return the accumulator, (nbytes,) uint8, and keep it until `release_sum`.
+    def sum_target(self, shard: int, sources: Sequence[int]) -> torch.Tensor:
+        """Return the accumulator, uint8 and as long as each source; keep it until `release_sum`.
 
         If a payload that is not part of the sum is being received into it, that payload keeps the
         memory and the shard gets a new accumulator.
         """
         with self._lock:
             own = self._accumulators[shard]
+            nbytes = self._leases[sources[0]].buffer.numel()
             if own.lease and own.lease not in sources:
                 self._leases[own.lease].shard = -1
                 self._count(nbytes)
@@ -177,7 +179,3 @@ class Arena:
     def leased(self) -> int:
         """Number of leases that are out."""
         return len(self._leases)
-
-
-def _new(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8)

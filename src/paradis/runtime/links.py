@@ -210,9 +210,8 @@ class Links:
             if on_sent is not None:
                 on_sent()
             return
-        nbytes = sum(len(b) for b in buffers)
-        self._counters.add("data_bytes_out", nbytes + HEADER_BYTES)
-        self._counters.add("payload_bytes_out", nbytes)
+        nbytes = sum(map(len, buffers))
+        self._counters.add(data_bytes_out=nbytes + HEADER_BYTES, payload_bytes_out=nbytes)
         link.send(message, buffers, on_sent)
 
     # ------------------------------------------------------------ receiving
@@ -228,9 +227,8 @@ class Links:
         if placement is not None:
             assert isinstance(placement, Placed)
             lease = placement.lease
-            nbytes = sum(len(v) for v in placement.views)
-        self._counters.add("data_bytes_in", nbytes + HEADER_BYTES)
-        self._counters.add("payload_bytes_in", nbytes)
+            nbytes = sum(map(len, placement.views))
+        self._counters.add(data_bytes_in=nbytes + HEADER_BYTES, payload_bytes_in=nbytes)
         self._post(Received(peer, message, lease))
 
     def lost(self, peer: NodeId, link: _Link, reason: str) -> None:

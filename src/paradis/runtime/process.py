@@ -21,6 +21,7 @@ from paradis.roles.leader import LeaderConfig
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.runtime.arguments import DispatcherArguments, ServerArguments
+from paradis.runtime.interpreter import settle_process
 from paradis.runtime.joining import (
     LeaderStream,
     Pulse,
@@ -221,6 +222,7 @@ def _warm_up() -> None:
     # After one large block was freed, glibc keeps memory of updates instead of trimming it.
     del parameter
     _ = torch.empty(31 << 20, dtype=torch.uint8)
+    settle_process()
 
 
 def _without_compiler() -> None:
@@ -248,6 +250,7 @@ def run_dispatcher(arguments: DispatcherArguments, control: LeaderControl | None
     signals = _Signals()
     start_logging(dispatcher_id(arguments.index))
     torch.set_num_threads(1)
+    settle_process()
     token = read_token(arguments.token_file)
     if control is not None:
         return _lead(arguments, control, token, signals)

@@ -61,18 +61,21 @@ class SummingNode(Node):
     def _reduce(self, effect: fx.Reduce) -> None:
         dtype = self._dtypes[effect.shard]
         flat = [lease for group in effect.sources for lease in group]
-        nbytes = self.arena.bytes_of(flat[0]).numel()
         # Taken here, under the node's lock, so that no payload is placed into it meanwhile.
-        target = self.arena.sum_target(effect.shard, nbytes, flat).view(dtype)
+        buffer = self.arena.sum_target(effect.shard, flat)
+        whole = effect.divisor == 1 and not effect.missing
+        if len(flat) == 1 and whole and self.arena.bytes_of(flat[0]) is buffer:
+            # One worker's gradient is its own sum, where it lies.
+            self.driver.post(ev.Reduced(effect.shard, effect.ticket))
+            return
+        target = buffer.view(dtype)
         groups = [[self.arena.bytes_of(x).view(dtype) for x in g] for g in effect.sources]
 
         def job() -> ev.Event:
             reduce_tree(groups, target, effect.divisor, effect.missing)
             return ev.Reduced(effect.shard, effect.ticket)
 
-        # One worker's gradient is its own sum, where it lies: not worth another thread.
-        alone = len(flat) == 1 and self.arena.bytes_of(flat[0]).data_ptr() == target.data_ptr()
-        work = 0 if alone and effect.divisor == 1 else nbytes * len(flat)
+        work = buffer.numel() * len(flat)
         self.run_job(f"summing shard {effect.shard}", job, nbytes=work)
 
 
@@ -157,7 +160,7 @@ class ServerNode(SummingNode):
                 if bad is not None:
                     return ev.Applied(effect.shard, effect.step, bad)
             self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip)
-            self.counters.add("updates", 1)
+            self.counters.add(updates=1)
             return ev.Applied(effect.shard, effect.step)
 
         self.run_job(f"updating shard {effect.shard}", job, nbytes=total.numel())

@@ -18,6 +18,7 @@ import torch
 from paradis.errors import SnapshotCorrupt
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
+from paradis.runtime.pages import allocate
 from paradis.storage.checkpoint import PieceReader, Section
 from paradis.storage.manifest import (
     Manifest,
@@ -71,7 +72,8 @@ class ShardStore:
         trained = self._trained.setdefault(plan.group, set())
         trained.update(s.name for s in plan.parameters if s.options_group >= 0)
         for shard in shards:
-            value = torch.zeros(shard.length, dtype=torch_dtype(shard.dtype))
+            dtype = torch_dtype(shard.dtype)
+            value = allocate(shard.length * dtype.itemsize).zero_().view(dtype)
             segments = [value[s.start : s.start + s.length] for s in shard.segments]
             optimizer = None
             if not shard.is_buffer and shard.length:

@@ -129,7 +129,7 @@ class WorkerNode(Node):
             self.arena.release(effect.lease)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
-        self.counters.add("pull_bytes", nbytes)
+        self.counters.add(pull_bytes=nbytes)
 
     def resolve(
         self, message: DataMessage, payload: fx.Payload | None
@@ -138,7 +138,7 @@ class WorkerNode(Node):
         match payload:
             case fx.Gradient(group=group, shard=shard):
                 views = self.memory[group].shards[shard].gradient
-                self.counters.add("push_bytes", sum(len(v) for v in views))
+                self.counters.add(push_bytes=sum(map(len, views)))
                 return message, views, None
             case fx.Sections(group=group, shard=shard):
                 held = self.memory[group].shards[shard]

@@ -212,7 +212,7 @@ class Script:
             whole = all(s.parameter in mine.present for s in plan.segments)
             if whole and not self.chance(self.habits.late):
                 mine.handed.setdefault(plan.shard, mine.changes[plan.shard])
-                self.worker.tell(ev.ShardReady(group, plan.shard))
+                self.worker.tell(ev.ShardsReady(group, (plan.shard,)))
 
     def _fill(self, group: int, plan: msg.ShardPlan, attempt: int) -> None:
         mine = self.tensors[group]

@@ -19,8 +19,8 @@ from paradis.errors import ConfigError, Overloaded, ParadisError, PeerUnreachabl
 from paradis.transport.base import Accept, Connection, Identity, LinkConfig, Listener, Sink
 from paradis.transport.frame_reader import FrameReader
 from paradis.transport.handshake import AcceptingHandshake, ConnectingHandshake, Peer
-from paradis.transport.send_queue import Outgoing, byte_views
-from paradis.wire.frame import checksum, encode
+from paradis.transport.losses import unreachable
+from paradis.transport.send_queue import Outgoing
 from paradis.wire.messages import DataMessage
 
 _PREFIX: Final = "memory://"
@@ -133,17 +133,11 @@ class MemoryConnection:
             PeerUnreachable: the connection is lost or closed.
             Overloaded: the queue's bound in bytes is reached.
         """
-        payload = byte_views(buffers)
-        size = sum(map(len, payload))
-        mark = checksum(payload) if size and self._config.payload_checksum else None
-        head = encode(message, payload_bytes=size, payload_checksum=mark)
+        checksums = self._config.payload_checksum
+        frame = Outgoing.of(message, buffers, on_sent, payload_checksum=checksums)
         if self._state is not _State.OPEN:
-            why = self._reason or f"the connection to {self.peer} at {self._address} is closed"
-            raise PeerUnreachable(
-                f"frame {type(message).__name__} to {self.peer} not sent: {why}; connect again",
-                peer=self.peer,
-            )
-        self._other._enqueue(Outgoing(head, payload, on_sent))
+            raise unreachable(message, self.peer, self._address, self._reason)
+        self._other._enqueue(frame)
 
     def _enqueue(self, frame: Outgoing) -> None:
         with self._lock:

@@ -1,7 +1,9 @@
 """Frames that wait to be written, bounded in bytes, and what one system call may take of them.
 
-Invariant: bytes leave in the order of the frames; a frame's buffers are held until its last byte
-has left. Not locked: the connection's lock guards it.
+Invariant: a frame leaves whole before the next one begins; its buffers are held until its last byte
+has left. A frame without a payload overtakes those with one that have not begun: a commit or an
+acknowledgement must not wait behind seconds of gradients. Not locked: the connection's lock
+guards it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paradis.errors import Overloaded
+from paradis.wire.frame import checksum, encode
+from paradis.wire.messages import DataMessage
 
 IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 """Most buffers that one scatter-gather call takes."""
@@ -54,6 +58,21 @@ class Outgoing:
         self.on_sent = on_sent
         self._first = 0
 
+    @classmethod
+    def of(
+        cls,
+        message: DataMessage,
+        buffers: Sequence[memoryview],
+        on_sent: Callable[[], None] | None,
+        *,
+        payload_checksum: bool,
+    ) -> Outgoing:
+        """Encode a message; its payload stays where it is, borrowed until it is sent."""
+        payload = byte_views(buffers)
+        size = sum(map(len, payload))
+        mark = checksum(payload) if size and payload_checksum else None
+        return cls(encode(message, payload_bytes=size, payload_checksum=mark), payload, on_sent)
+
     def pending(self, count: int) -> list[memoryview]:
         """Return up to ``count`` views that are still to be sent."""
         return self.views[self._first : self._first + count]
@@ -72,7 +91,7 @@ class Outgoing:
 
 
 class SendQueue:
-    """Outgoing frames in order.
+    """Outgoing frames: those without a payload first, within each kind in order.
 
     Attributes:
         bytes: what is queued and not yet sent.
@@ -81,10 +100,12 @@ class SendQueue:
     def __init__(self, bytes_max: int) -> None:
         self.bytes = 0
         self._bytes_max = bytes_max
-        self._frames: deque[Outgoing] = deque()
+        self._started: deque[Outgoing] = deque()  # offered by `gather`: they go out before others
+        self._light: deque[Outgoing] = deque()
+        self._heavy: deque[Outgoing] = deque()
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._started) + len(self._light) + len(self._heavy)
 
     def append(self, frame: Outgoing) -> None:
         """Queue a frame.
@@ -99,37 +120,46 @@ class SendQueue:
                 "raise queue_bytes_max"
             )
         self.bytes += frame.left
-        self._frames.append(frame)
+        (self._light if len(frame.views) == 1 else self._heavy).append(frame)
 
     def gather(self) -> list[memoryview]:
         """Return the views of the next system call: one large frame or several small ones."""
         views: list[memoryview] = []
         size = 0
-        for frame in self._frames:
-            if views and size + frame.left > COALESCED_BYTES_MAX:
-                break
+        for frame in self._started:
             views += frame.pending(IOV_MAX - len(views))
             size += frame.left
-            if len(views) >= IOV_MAX:
+        while len(views) < IOV_MAX and (waiting := self._light or self._heavy):
+            if views and size + waiting[0].left > COALESCED_BYTES_MAX:
                 break
+            frame = waiting.popleft()
+            self._started.append(frame)
+            views += frame.pending(IOV_MAX - len(views))
+            size += frame.left
         return views
 
     def consume(self, count: int) -> list[Callable[[], None]]:
-        """Take ``count`` sent bytes off the front; return the callbacks of the finished frames."""
+        """Take ``count`` sent bytes off what was gathered; return the finished frames' callbacks.
+
+        Args:
+            count: at most the bytes that `gather` returned last.
+        """
         finished: list[Callable[[], None]] = []
         self.bytes -= count
         while count:
-            frame = self._frames[0]
+            frame = self._started[0]
             if count < frame.left:
                 frame.advance(count)
                 break
             count -= frame.left
-            self._frames.popleft()
+            self._started.popleft()
             if frame.on_sent is not None:
                 finished.append(frame.on_sent)
         return finished
 
     def clear(self) -> None:
         """Drop everything; the callbacks are not called."""
-        self._frames.clear()
+        self._started.clear()
+        self._light.clear()
+        self._heavy.clear()
         self.bytes = 0

@@ -3,6 +3,8 @@
 Invariants:
 * only the thread that set ``_writing`` writes to the socket, and takes sent bytes off the queue;
 * the reading thread never waits for the writing thread, and only it calls the sink;
+* a lazy frame that the reading thread sends may wait until nothing is left to read, for waking the
+  peer costs more than such a frame; the reading thread never waits for a next frame meanwhile;
 * the descriptor is closed by whichever thread uses it last (``_users``), so its number cannot be
   reused under a system call that is still in progress.
 
@@ -15,25 +17,27 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paradis.errors import ParadisError, PeerUnreachable
+from paradis.errors import ParadisError
 from paradis.transport.addresses import set_send_timeout
 from paradis.transport.base import LinkConfig, Sink
 from paradis.transport.fork import watch_link
 from paradis.transport.frame_reader import FrameReader
 from paradis.transport.handshake import Peer
-from paradis.transport.send_queue import IOV_MAX, Outgoing, SendQueue, byte_views
-from paradis.wire.frame import checksum, encode
+from paradis.transport.losses import describe_loss, unreachable
+from paradis.transport.send_queue import IOV_MAX, Outgoing, SendQueue
 from paradis.wire.messages import DataMessage
 
-INLINE_BYTES_MAX: Final = 64 << 10
-"""Payloads up to this size are tried in the caller's thread, which saves a change of threads."""
+INLINE_BYTES_MAX: Final = (64 << 10) + 256
+"""Frames up to this size are tried in the caller's thread, which saves a change of threads."""
+
+HELD_MAX: Final = 4
+"""Lazy frames held back at most while the peer's next frame is there to be read."""
 
 DRAIN_S: Final = 1.0
 """Deadline of sending what is queued at ``close``, and again of the peer's end of stream."""
@@ -93,10 +97,9 @@ class SocketConnection:
         self._sent: list[Callable[[], None]] = []
         self._make_locks()
         self._state = _State.OPEN
-        self._writing = False
-        self._cut = False
+        self._writing = self._cut = self._reading_done = False
+        self._held = 0
         self._users = 2
-        self._reading_done = False
         self._reason = ""
         self._deadline = 0.0
         self._reader: threading.Thread | None = None
@@ -132,23 +135,49 @@ class SocketConnection:
             PeerUnreachable: the connection is lost or closed.
             Overloaded: the queue's bound in bytes is reached.
         """
-        payload = byte_views(buffers)
-        size = sum(map(len, payload))
-        mark = checksum(payload) if size and self._config.payload_checksum else None
-        head = encode(message, payload_bytes=size, payload_checksum=mark)
-        frame = Outgoing(head, payload, on_sent)
+        checksums = self._config.payload_checksum
+        frame = Outgoing.of(message, buffers, on_sent, payload_checksum=checksums)
+        small = frame.left <= INLINE_BYTES_MAX
         with self._lock:
             if self._state is not _State.OPEN:
-                raise self._unreachable(message)
-            inline = not self._writing and not self._queue and size <= INLINE_BYTES_MAX
+                raise unreachable(message, self.peer, self._address, self._reason)
+            alone = not self._writing and len(self._queue) == self._held
             self._queue.append(frame)
-            if not inline:
+            if message.LAZY and self._hold():
+                return
+            if not alone or not small:
                 if not self._writing:
                     self._work.notify()
                 return
-            self._writing = True
-            self._users += 1
-            views = self._queue.gather()
+            views = self._own()
+        self._write(views, socket.MSG_DONTWAIT)
+        self._release()
+
+    def _hold(self) -> bool:
+        """Whether a lazy frame just queued waits for the reading thread to have read on."""
+        if threading.current_thread() is not self._reader or self._held >= HELD_MAX:
+            return False
+        self._held += 1
+        return True
+
+    def _own(self) -> list[memoryview]:
+        """Own ``_writing`` and the socket; return what to write. The lock is held."""
+        self._writing = True
+        self._users += 1
+        self._held = 0
+        return self._queue.gather()
+
+    def _send_held(self) -> None:
+        """Write what is held back, unless the peer's next frame is there already."""
+        try:
+            if self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
+        except BlockingIOError:
+            pass
+        with self._lock:
+            if self._writing or not self._held or self._state is not _State.OPEN:
+                return  # whoever writes, or drains, goes on with the queue
+            views = self._own()
         self._write(views, socket.MSG_DONTWAIT)
         self._release()
 
@@ -160,7 +189,7 @@ class SocketConnection:
         except BlockingIOError:
             pass  # full, or the send timeout passed: the writing thread goes on with it
         except OSError as error:
-            self._break(self._describe(error))
+            self._break(error)
         with self._lock:
             self._writing = False
             if self._state is _State.GONE:
@@ -177,7 +206,7 @@ class SocketConnection:
                 self._call_sent()
         except Exception as error:
             # A callback's bug must not leave a link that looks alive; it is shown, too.
-            self._break(self._describe(error))
+            self._break(error)
             raise
         finally:
             self._end_writing()
@@ -193,8 +222,9 @@ class SocketConnection:
                 closing = self._state is _State.CLOSING
                 if closing and (not self._queue or time.monotonic() > self._deadline):
                     return None
-                if self._queue and not self._writing:
+                if len(self._queue) > self._held and not self._writing:
                     self._writing = True
+                    self._held = 0
                     return self._queue.gather()
                 self._work.wait(_IDLE_S)
 
@@ -230,14 +260,16 @@ class SocketConnection:
         frames = FrameReader(self.peer, sink, self._config.limits, self._fill)
         try:
             while True:
+                if self._held:
+                    self._send_held()
                 frames.read_frame()
         except _Stopped:
             pass
         except (OSError, EOFError, ParadisError) as error:
-            self._break(self._describe(error))
+            self._break(error)
         except Exception as error:
             # The sink's bug: the node must learn that its link is gone; then it is shown.
-            self._break(self._describe(error))
+            self._break(error)
             raise
         finally:
             self._end_reading(sink)
@@ -303,6 +335,7 @@ class SocketConnection:
         with self._lock:
             if self._state in (_State.OPEN, _State.BROKEN):
                 self._state = _State.CLOSING
+                self._held = 0
                 self._deadline = time.monotonic() + DRAIN_S
                 self._work.notify_all()
 
@@ -330,11 +363,12 @@ class SocketConnection:
         self._reason = "this process is a fork of the one that opened the connection"
         self._sock.close()
 
-    def _break(self, reason: str) -> None:
+    def _break(self, error: Exception) -> None:
+        timeout_ms = self._config.user_timeout_ms
         with self._lock:
             if self._state is _State.OPEN:
                 self._state = _State.BROKEN
-                self._reason = reason
+                self._reason = describe_loss(error, self.peer, self._address, timeout_ms)
             self._cut = True
             self._work.notify_all()
             self._progress.notify_all()
@@ -358,32 +392,9 @@ class SocketConnection:
             if last:
                 self._state = _State.GONE
                 self._queue.clear()
-            elif self._queue or self._sent or self._state is _State.CLOSING:
+            elif len(self._queue) > self._held or self._sent or self._state is _State.CLOSING:
                 self._work.notify()
         if last:
             self._sock.close()
             if self._on_end is not None:
                 self._on_end(self)
-
-    # ------------------------------------------------------------------------------- errors
-
-    def _describe(self, error: Exception) -> str:
-        code = error.errno if isinstance(error, OSError) else None
-        if isinstance(error, ParadisError):
-            cause = error.message
-        elif isinstance(error, EOFError):
-            cause = "the peer closed it"
-        elif code in (errno.ECONNRESET, errno.EPIPE):
-            cause = "the peer's process ended or the peer dropped the link"
-        elif code == errno.ETIMEDOUT:
-            cause = f"the peer acknowledged nothing for {self._config.user_timeout_ms} ms"
-        else:
-            cause = repr(error)
-        return f"connection to {self.peer} at {self._address} lost: {cause}"
-
-    def _unreachable(self, message: DataMessage) -> PeerUnreachable:
-        why = self._reason or f"the connection to {self.peer} at {self._address} is closed"
-        return PeerUnreachable(
-            f"frame {type(message).__name__} to {self.peer} not sent: {why}; connect again",
-            peer=self.peer,
-        )

@@ -27,7 +27,8 @@ CODEC_RAW: Final = 0
 
 _HEADER = struct.Struct("<4sBBHQIiIQQiIQHHIQQ")
 _CHECKSUM = struct.Struct("<Q")
-HEADER_BYTES: Final = _HEADER.size + _CHECKSUM.size
+_CHECKED = struct.Struct(_HEADER.format + "Q")
+HEADER_BYTES: Final = _CHECKED.size
 
 FLAG_PAYLOAD_CHECKSUM: Final = 1
 
@@ -98,17 +99,16 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Frame
         FrameCorrupt: wrong magic, checksum, kind or length.
         VersionMismatch: another format version.
     """
-    head = bytes(data[: _HEADER.size])
-    magic, fmt, kind, flags, *rest = _HEADER.unpack(head)
-    generation, group, shard, chunk, step, version, worker, incarnation, sequence = rest[:9]
-    codec, revision, meta_bytes, payload_bytes, checksum = rest[9:]
+    values = _CHECKED.unpack_from(data)
+    magic, fmt, kind, flags = values[:4]
+    codec, revision, meta_bytes, payload_bytes, payload_checksum, found = values[13:]
     if magic != MAGIC:
         raise FrameCorrupt(f"frame refused: expected magic {MAGIC!r}, got {magic!r}; "
                            "is the peer a Paradis node?")  # fmt: skip
     if fmt != FORMAT:
         raise VersionMismatch(f"frame refused: expected format {FORMAT}, got {fmt}; "
                               "install the same Paradis version on all hosts")  # fmt: skip
-    if xxhash.xxh3_64_intdigest(head) != _CHECKSUM.unpack(data[_HEADER.size : HEADER_BYTES])[0]:
+    if xxhash.xxh3_64_intdigest(memoryview(data)[: _HEADER.size]) != found:
         raise FrameCorrupt("frame refused: the header's checksum does not match; drop the link")
     if kind not in _BY_KIND or codec != CODEC_RAW:
         raise FrameCorrupt(f"frame refused: unknown kind {kind} or codec {codec}")
@@ -117,19 +117,8 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Frame
             f"frame {_BY_KIND[kind].__name__} refused: {meta_bytes} + {payload_bytes} bytes exceed "
             f"the limits {limits.meta_bytes_max} + {limits.payload_bytes_max}"
         )
-    fields = (
-        generation,
-        group,
-        shard,
-        chunk,
-        step,
-        version,
-        worker,
-        incarnation,
-        sequence,
-        revision,
-    )
-    return FrameHeader(kind, flags, codec, fields, meta_bytes, payload_bytes, checksum)
+    fields = (*values[4:13], revision)
+    return FrameHeader(kind, flags, codec, fields, meta_bytes, payload_bytes, payload_checksum)
 
 
 def decode_message(header: FrameHeader, meta: bytes | bytearray | memoryview) -> DataMessage:

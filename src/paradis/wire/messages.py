@@ -44,6 +44,8 @@ class DataMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     KIND: ClassVar[int] = 0
+    LAZY: ClassVar[bool] = False
+    """Whether a link may hold it back while more arrives, to send several at once."""
 
     generation: int = 0
     group: int = 0
@@ -93,12 +95,16 @@ class PushAck(DataMessage, frozen=True, kw_only=True):
     """Receiver -> pusher: the push (shard, step, revision) is held; and credit given back.
 
     Attributes:
-        credit: bytes the pusher may send again. An ack with ``shard`` -1 only carries credit.
-        sequence: cumulative count of credited bytes, so that lost or repeated acks do no harm.
+        sequence: 1 if the shard's bytes may be sent again, 0 if their credit is withheld.
     """
 
     KIND: ClassVar[int] = 5
-    credit: int = 0
+    LAZY: ClassVar[bool] = True
+
+    @property
+    def credit(self) -> bool:
+        """Whether the credit is given back."""
+        return self.sequence > 0
 
 
 class Resend(DataMessage, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ def test_first_contribution_lands_in_the_accumulator_and_costs_no_store() -> Non
     second = arena.place(64, accumulator_of=7)
     assert first.lease and second.lease
     assert arena.store_bytes == 64
-    target = arena.sum_target(7, 64, (first.lease, second.lease))
+    target = arena.sum_target(7, (first.lease, second.lease))
     assert target.data_ptr() == arena.bytes_of(first.lease).data_ptr()
 
 
@@ -41,7 +41,7 @@ def test_released_memory_is_used_again_and_counted_back() -> None:
 def test_the_sum_outlives_its_sources_until_it_is_released() -> None:
     arena = Arena(store_bytes_max=64)
     source = arena.place(16, accumulator_of=1)
-    arena.sum_target(1, 16, (source.lease,)).fill_(3)
+    arena.sum_target(1, (source.lease,)).fill_(3)
     arena.release(source.lease)
     other = arena.place(16, accumulator_of=1)
     arena.bytes_of(other.lease).fill_(9)
@@ -56,7 +56,7 @@ def test_a_late_payload_in_the_accumulator_keeps_its_memory_and_the_sum_gets_new
     arena = Arena(store_bytes_max=64)
     late = arena.place(16, accumulator_of=1)
     source = arena.place(16)
-    target = arena.sum_target(1, 16, (source.lease,))
+    target = arena.sum_target(1, (source.lease,))
     assert target.data_ptr() != arena.bytes_of(late.lease).data_ptr()
     arena.release(late.lease)
     arena.release(source.lease)

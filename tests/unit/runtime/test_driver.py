@@ -11,7 +11,7 @@ import pytest
 
 from paradis.errors import InternalError, ParadisError, StateError
 from paradis.roles.effects import Announce, Effect
-from paradis.roles.events import Event, ShardReady, TimerFired
+from paradis.roles.events import Event, Reduced, TimerFired
 from paradis.runtime.driver import Driver
 
 
@@ -26,7 +26,7 @@ class Echo:
     def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
         self.inside += 1
         self.overlapped |= self.inside > 1
-        if isinstance(event, ShardReady) and event.shard < 0:
+        if isinstance(event, Reduced) and event.ticket < 0:
             raise ValueError("planted")
         self.seen.append(event)
         self.inside -= 1
@@ -45,7 +45,7 @@ def test_events_of_many_threads_are_handled_one_at_a_time_and_none_is_lost() -> 
 
     def post(group: int) -> None:
         for shard in range(500):
-            driver.post(ShardReady(group, shard))
+            driver.post(Reduced(group, shard))
 
     threads = [threading.Thread(target=post, args=(g,)) for g in range(4)]
     for thread in threads:
@@ -55,7 +55,7 @@ def test_events_of_many_threads_are_handled_one_at_a_time_and_none_is_lost() -> 
     assert len(role.seen) == len(effects) == 2000
     assert not role.overlapped
     for group in range(4):
-        mine = [e.shard for e in role.seen if isinstance(e, ShardReady) and e.group == group]
+        mine = [e.ticket for e in role.seen if isinstance(e, Reduced) and e.shard == group]
         assert mine == list(range(500))
 
 
@@ -67,19 +67,19 @@ def test_an_event_posted_while_carrying_an_effect_is_handled_after_it() -> None:
     def carry(effect: Effect) -> None:
         assert isinstance(effect, Announce)
         if effect.text == "1":
-            driver.post(ShardReady(0, 2))
+            driver.post(Reduced(0, 2))
         order.append(effect.text)
 
     driver = Driver("test", role, carry, lambda _: None)
-    driver.post(ShardReady(0, 1))
+    driver.post(Reduced(0, 1))
     assert order == ["1", "2"]
 
 
 def test_a_broken_role_ends_the_node_with_the_story_and_handles_nothing_more() -> None:
     role = Echo()
     driver, _, broken = make(role)
-    driver.post(ShardReady(0, -1))
-    driver.post(ShardReady(0, 1))
+    driver.post(Reduced(0, -1))
+    driver.post(Reduced(0, 1))
     assert len(broken) == 1
     assert "planted" in broken[0].message
     assert role.seen == []
@@ -126,8 +126,8 @@ def test_what_a_signal_handler_raises_reaches_the_script_and_ends_the_node(shape
     previous = signal.signal(signal.SIGUSR1, SHAPES[shape])
     try:
         with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
-            driver.post(ShardReady(0, 1))
-        driver.post(ShardReady(0, 2))
+            driver.post(Reduced(0, 1))
+        driver.post(Reduced(0, 2))
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert driver.interrupted and effects == []
@@ -139,8 +139,8 @@ def test_a_handler_that_raises_nothing_interrupts_nothing() -> None:
     driver, effects, broken = make(Interrupting())
     previous = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:
-        driver.post(ShardReady(0, 1))
-        driver.post(ShardReady(0, -1))
+        driver.post(Reduced(0, 1))
+        driver.post(Reduced(0, -1))
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert len(effects) == 1 and not driver.interrupted

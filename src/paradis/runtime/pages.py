@@ -1,0 +1,33 @@
+"""Memory for shards in huge pages, where the system has them.
+
+Copying between a socket and 64 MiB of memory in pages of 4 KiB spends a sixth of its time on
+address translation (measured on an EPYC core: 14.5 ms, 12 ms with huge pages on one of the sides).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Final
+
+import torch
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+_ADVICE: Final = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """Return memory of its own, (nbytes,) uint8.
+
+    Memory of at least one huge page starts on a page's border; only whole huge pages of it are
+    asked for as such, so no more memory becomes resident than is used. It holds zeros then; of
+    smaller memory the content is undefined.
+    """
+    if nbytes < HUGE_PAGE_BYTES or _ADVICE is None:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)
+    whole = torch.frombuffer(region, dtype=torch.uint8)  # keeps the mapping alive
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    with contextlib.suppress(OSError):  # a kernel built without huge pages
+        region.madvise(_ADVICE, start, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return whole[start : start + nbytes]
