@@ -15,7 +15,7 @@ import torch
 
 from paradis.core.aggregation import Added, Collection, Contribution
 from paradis.core.flow import Ledger, Outbox
-from paradis.roles import server, worker_pushes, worker_values
+from paradis.roles import receiver, server, worker_pushes, worker_values
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.receiver import HeldGroup, HeldShard, Receiver
 from paradis.roles.server import ServerRole
@@ -62,7 +62,7 @@ def arrival_order(patch: Patch) -> None:
 
 def tree_by_placement(patch: Patch) -> None:
     """The server shapes the tree by what arrives: all direct pushes in one flat group."""
-    patch.setattr(server, "restrict", lambda tree, members: (tuple(sorted(members)),))
+    patch.setattr(receiver, "restrict", lambda tree, members: (tuple(sorted(members)),))
 
 
 def _add_anything(self: Collection, ranks: Any, *, lease: int, nbytes: int, **rest: Any) -> Added:
@@ -214,7 +214,7 @@ def credit_when_applied(patch: Patch) -> None:
         return False
 
     patch.setattr(Ledger, "on_released", on_released)
-    patch.setattr(Ledger, "on_stored", lambda self, shard, tag, size: None)
+    patch.setattr(Ledger, "on_stored", lambda self, shard, tag, size: False)
     patch.setattr(Ledger, "owes", lambda self, shard, tag: True)
     patch.setattr(Ledger, "check", lambda self: None)
 

@@ -181,7 +181,13 @@ class WorkerPushes:
         shard.void = False
 
     def _push_again(self, group: Group, shard: Shard) -> None:
-        """Send the shard's gradient again: now if ``step()`` was called, else when it is."""
+        """Send the shard's gradient again: now if ``step()`` was called, else when it is.
+
+        Not after the shard's update: nobody would answer, and its place in the lane would never
+        come free.
+        """
+        if group.committed and shard.plan.shard not in group.waiting:
+            return
         shard.acked = False
         if group.closed and shard.present:
             if shard.sent:  # else it is queued, and will go out with its present revision
