@@ -2,9 +2,11 @@
 
     python benchmarks/bench_memory.py [--mebibytes 100] [--workers 2] [--servers 2]
 
-A server may hold 1.1 x (values + optimizer state) + accumulators + contribution store. Prints one
-JSON object per optimizer: per server the growth of its peak resident memory over what it had when
-the workers had joined, and the parts. Linux only (reads /proc).
+A server may hold 1.1 x (values + optimizer state) + accumulators + contribution store. Prints JSON:
+per optimizer and server the growth of its peak resident memory over what it had when the workers
+had joined, the parts, and the peak of the contribution store (received and not yet summed) beside
+its bound, which is what all credit together may reach. Medians of five jobs, with minimum and
+maximum. Linux only (reads /proc).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,6 +75,7 @@ def server_pids(launcher: int) -> dict[str, int]:
 
 def measure(name: str, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Run one job and return its figures."""
+    directory = Path(tempfile.mkdtemp(dir=directory))
     script, go = directory / f"train_{name}.py", directory / f"go_{name}"
     script.write_text(TRAIN)
     os.mkfifo(go)
@@ -101,11 +105,12 @@ def measure(name: str, arguments: argparse.Namespace, directory: Path) -> dict[s
         reader.join()
         if process.returncode:
             raise SystemExit("".join(errors))
-    rows = {n: row(name, peaks[n] - base[n], values.get(n, 0)) for n in sorted(peaks)}
-    return {"optimizer": name, "workers": arguments.workers, "base_bytes": base, "servers": rows}
+    (counters,) = directory.glob("paradis-runs/*/nodes.json")
+    nodes = json.loads(counters.read_text())
+    return {n: row(name, peaks[n] - base[n], values.get(n, 0), nodes[n]) for n in sorted(peaks)}
 
 
-def row(name: str, grown: int, values: int) -> dict[str, float]:
+def row(name: str, grown: int, values: int, counters: dict[str, float]) -> dict[str, float]:
     """Return one server's figures; the ratio is of what it grew by to what is allowed."""
     held = values * (1 + STATE_PER_VALUE[name])
     allowed = 1.1 * held + values + STORE_BYTES
@@ -113,9 +118,16 @@ def row(name: str, grown: int, values: int) -> dict[str, float]:
         "peak_growth_bytes": grown,
         "value_and_state_bytes": held,
         "accumulator_bytes": values,
-        "store_bytes": STORE_BYTES,
+        "store_bytes_peak": counters["store_bytes_peak"],
+        "store_bytes_max": counters["store_bytes_max"],
         "ratio": round(grown / allowed, 3),
     }
+
+
+def spread(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return minimum, median and maximum of every figure."""
+    columns = {key: sorted(row[key] for row in rows) for key in rows[0]}
+    return {key: [c[0], statistics.median(c), c[-1]] for key, c in columns.items()}
 
 
 def main() -> None:
@@ -124,10 +136,14 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
+        result: dict[str, Any] = {"bench": "memory", "workers": arguments.workers}
         for name in STATE_PER_VALUE:
-            print(json.dumps(measure(name, arguments, Path(directory)), indent=1), flush=True)
+            jobs = [measure(name, arguments, Path(directory)) for _ in range(arguments.rounds)]
+            result[name] = {server: spread([job[server] for job in jobs]) for server in jobs[0]}
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paradis.cli.nodes import JobPlan, dispatcher_command, server_command, worker_command
-from paradis.cli.summary import print_nodes
+from paradis.cli.summary import print_nodes, write_nodes
 from paradis.config import JobConfig, load_config
 from paradis.errors import ConfigError
 from paradis.runtime import descriptors
@@ -124,6 +124,7 @@ def _run(request: RunRequest, config: JobConfig, run: RunDirectory) -> int:
         code = agent.watch()
     if agent.summary is not None:
         print_nodes(agent.summary.nodes)
+        write_nodes(run.path / "nodes.json", agent.summary.nodes)
     if agent.checkpoint is not None:
         say(f"checkpoint of step {agent.checkpoint.step}: {agent.checkpoint.path}")
         say(f"to resume: {shlex.join(resume_command(request, agent.checkpoint.path))}")

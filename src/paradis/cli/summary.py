@@ -1,8 +1,11 @@
-"""What ``paradis run`` prints at the end: a table of the nodes."""
+"""What ``paradis run`` leaves behind: a table of the nodes, and their counters as a file."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +40,12 @@ def print_nodes(nodes: Mapping[str, Mapping[str, float]]) -> None:
     """Print the table on standard error, beside the launcher's other lines."""
     if nodes:
         Console(stderr=True, highlight=False).print(node_table(nodes))
+
+
+def write_nodes(path: Path, nodes: Mapping[str, Mapping[str, float]]) -> None:
+    """Write every node's counters as JSON, node -> name -> number, if the disk has room."""
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps(nodes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _order(node: str) -> tuple[int, int]:

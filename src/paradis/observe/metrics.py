@@ -18,6 +18,7 @@ NAMES: Final = {
     "wait_s": "seconds the script waited in step() (worker)",
     "updates": "shard updates applied (server)",
     "store_bytes_peak": "largest contribution store, bytes (server, rack agent)",
+    "store_bytes_max": "its bound, from which pushers' credit is cut (server, rack agent)",
     "rss_bytes": "resident memory, bytes",
     "cpu_s": "processor seconds used since the start",
     "wall_s": "seconds since the start",

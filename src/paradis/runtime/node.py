@@ -180,6 +180,7 @@ class Node:
     def report(self) -> None:
         """Send the counters to the leader."""
         self.counters.set("store_bytes_peak", self.arena.store_bytes_peak)
+        self.counters.set("store_bytes_max", self.arena.store_bytes_max)
         self.tell_leader(Report(node=self.identity.node, counters=self.counters.snapshot()))
 
     def fail(self, error: ParadisError) -> None:
