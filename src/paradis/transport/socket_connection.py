@@ -36,7 +36,7 @@ from paradis.wire.messages import DataMessage
 INLINE_BYTES_MAX: Final = (64 << 10) + 256
 """Frames up to this size are tried in the caller's thread, which saves a change of threads."""
 
-HELD_MAX: Final = 4
+HELD_MAX: Final = 8
 """Lazy frames held back at most while the peer's next frame is there to be read."""
 
 DRAIN_S: Final = 1.0

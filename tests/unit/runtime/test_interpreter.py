@@ -1,0 +1,20 @@
+"""Quick turns of threads, given back when the session ends."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from paradis.runtime.interpreter import SWITCH_INTERVAL_S, hurry_turns
+
+
+@pytest.mark.parametrize("before, after", [(5e-3, SWITCH_INTERVAL_S), (1e-4, 1e-4)])
+def test_turns_become_quicker_and_never_slower(before: float, after: float) -> None:
+    kept = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        assert hurry_turns() == pytest.approx(before)
+        assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(kept)

@@ -1,0 +1,37 @@
+"""Memory in huge pages: as long as asked for, aligned, writable, its own."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from paradis.runtime import pages
+from paradis.runtime.pages import HUGE_PAGE_BYTES, allocate
+
+SIZES = [0, 1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 4, 5 << 20]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_memory_is_whole_and_its_own(nbytes: int) -> None:
+    first, second = allocate(nbytes).fill_(1), allocate(nbytes).fill_(2)
+    assert first.numel() == second.numel() == nbytes
+    assert bool((first == 1).all()) and bool((second == 2).all())
+    if nbytes >= HUGE_PAGE_BYTES:
+        assert first.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+def test_it_outlives_the_name_that_it_was_made_under() -> None:
+    value = allocate(3 << 20).zero_()[1 << 20 :].view(torch.float32)
+    others = [allocate(3 << 20).fill_(255) for _ in range(4)]
+    assert len(others) == 4 and not bool(value.any())
+
+
+def test_a_system_without_huge_pages_still_gives_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_ADVICE", None)
+    assert allocate(4 << 20).fill_(3).sum().item() == 3 * (4 << 20)
+    monkeypatch.setattr(pages, "_ADVICE", 10_000)
+    with pytest.raises(OSError):
+        mmap.mmap(-1, 4096).madvise(10_000)
+    assert allocate(4 << 20).fill_(3).sum().item() == 3 * (4 << 20)
