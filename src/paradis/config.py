@@ -58,6 +58,12 @@ COMBINATIONS: Final = (
         overlap="none",
         promise="one worker equals plain PyTorch bit for bit, N the mean of their gradients",
     ),
+    Combination(
+        mode="sync",
+        compression="none",
+        overlap="layerwise",
+        promise="the same bits; updates come in while the script goes on",
+    ),
 )
 """Whatever is not in this table is refused."""
 

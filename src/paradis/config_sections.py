@@ -202,8 +202,10 @@ class TrainingConfig:
     overlap: str = key(
         "none",
         WORD,
-        "What may run before an update is in. none: step() returns with the new parameters.",
-        choices="none",
+        "What may run before an update is in. none: step() returns with the new parameters. "
+        "layerwise: at once; whoever reads a parameter waits for that one. The same bits.",
+        choices="none layerwise",
+        shared="overlap",
     )
     on_early_finish: str = key(
         "continue",

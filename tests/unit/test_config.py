@@ -322,7 +322,8 @@ def test_config_show_prints_every_key_with_origin_and_the_table(
     assert table["training.on_early_finish"].split()[1:3] == ['"fail"', "file"]
     assert table["topology.servers"].split()[1:] == ["3", "flag", "count"]
     assert any("sync + none + none" in line for line in lines)
-    assert len(COMBINATIONS) == 1
+    assert any("sync + none + layerwise" in line for line in lines)
+    assert len(COMBINATIONS) == 2
 
 
 @pytest.mark.parametrize("flag", ["topology.servers", "topology.servers=none"])

@@ -13,6 +13,7 @@ from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
+from paradis.frontend.overlap import After, Explain, Overlap
 from paradis.frontend.session import Session
 from paradis.frontend.watch import ModelWatch
 from paradis.numerics.elementwise import check_supported, options_of
@@ -49,18 +50,23 @@ class Binding:
         self._manifest: Manifest | None = None
         self._parts = 0
         self._order_told = False
+        self._begun = 0
         self._named: list[Named] = []
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
         self._watch = ModelWatch(model)
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
-        self.collector = Collector(self.memory, self._ready, debug=session.settings.debug_gradients)
+        self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
+        self._overlap = Overlap(session.node, self.group, self.memory, timeout_s=self._timeout_s)
+        self.collector = Collector(
+            self.memory, self._ready, self.finish, debug=session.settings.debug_gradients
+        )
 
     @property
     def steps_done(self) -> int:
-        """Finished steps of this group, those before a restore included."""
-        return self._steps_before + self._step
+        """Finished steps of this group, those before a restore included, and one on its way."""
+        return self._steps_before + max(self._step, self._begun)
 
     @property
     def _step(self) -> int:
@@ -92,25 +98,54 @@ class Binding:
         explain: Callable[[ParadisError], ParadisError] | None = None,
         timeout_s: float | None = None,
     ) -> Complete:
-        """Post an event and wait for its completion.
+        """Post an event and wait for its completion; a step on its way is finished first.
 
         Raises:
             ParadisError: it failed, was refused, or did not come in time.
         """
-        node = self.session.node
+        self.finish()
+        self._post(what, event)
+        try:
+            limit = timeout_s or self._timeout_s
+            return self.session.node.wait(self.group, what, timeout_s=limit)
+        except ParadisError as error:
+            better = explain(error) if explain is not None else error
+            raise better from None
+
+    def _post(self, what: str, event: ev.Event) -> None:
         if not self.session.alive:
             raise StateError(
                 "this process has left the job (or is a forked child of a worker); call step() "
                 "only in the process that called paradis.wrap"
             )
-        node.forget(self.group, what)
-        node.post(event)
-        limit = timeout_s or self.session.settings.sync_timeout_s + _MARGIN_S
-        try:
-            return node.wait(self.group, what, timeout_s=limit)
-        except ParadisError as error:
-            better = explain(error) if explain is not None else error
-            raise better from None
+        self.session.node.forget(self.group, what)
+        self.session.node.post(event)
+
+    def send_off(self, event: ev.StepClosed, *, explain: Explain, after: After) -> bool:
+        """Commit a step and leave it on its way, where overlap is on and possible.
+
+        Args:
+            explain: may say more about an error of the step.
+            after: called when the step is finished, with the seconds waited for it.
+
+        Returns:
+            Whether it is on its way; False: nothing has been done.
+        """
+        if self.session.settings.overlap != "layerwise" or not self.session.alive:
+            return False
+        if not self._overlap.begin(explain=explain, after=after):
+            return False
+        self._begun = self._step + 1
+        self._post("step", event)
+        return True
+
+    def finish(self) -> None:
+        """Wait for the step that is on its way, if there is one.
+
+        Raises:
+            ParadisError: it failed.
+        """
+        self._overlap.finish()
 
     # ------------------------------------------------------------ registering
 
@@ -243,7 +278,8 @@ class Binding:
         restoring.take_options(manifest, optimizer)
 
     def detach(self) -> None:
-        """Remove the hooks: the session is over."""
+        """Let go of the tensors and remove the hooks: the session is over, or this is a fork."""
+        self._overlap.drop()
         self.collector.detach()
 
     def _follow_buffers(self, shards: Sequence[int]) -> None:
@@ -275,6 +311,7 @@ class Binding:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
         if self.session.rank != 0:
             return None
+        self.finish()
         self.check()
         root = Path(self.session.settings.checkpoint_directory)
         path = step_directory(root, self.steps_done)

@@ -38,6 +38,7 @@ class Collector:
     Args:
         memory: shards and tensors.
         ready: called with the shards whose gradients a hook has handed over.
+        begin: called by the hooks before anything of a step is handed over.
         debug: hash gradients, to catch writes that no version counter sees.
 
     Attributes:
@@ -50,10 +51,12 @@ class Collector:
     """
 
     def __init__(
-        self, memory: GroupMemory, ready: Callable[[tuple[int, ...]], None], *, debug: bool = False
-    ) -> None:
+        self, memory: GroupMemory, ready: Callable[[tuple[int, ...]], None],
+        begin: Callable[[], None], *, debug: bool = False,
+    ) -> None:  # fmt: skip
         self._memory = memory
         self._ready = ready
+        self._begin = begin
         self._debug = debug
         self.pushing = True
         self.deferred = True
@@ -98,6 +101,7 @@ class Collector:
             if self._handed[index] is not None:
                 self._again[index] = None
             elif self.pushing and not self.deferred:
+                self._begin()
                 self._hand_over(index)
 
         return hook

@@ -16,6 +16,7 @@ from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
+from paradis.roles.effects import Complete
 from paradis.wire.messages import Options, Scalar, StepCommit
 
 warnings.filterwarnings(
@@ -62,24 +63,43 @@ class WrappedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding = self._bound
+        binding.finish()
         binding.check()
         overflow, scaler_state = self._unscale(grad_scaler)
         commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
-        start = time.perf_counter()
-        done = binding.ask(
-            "step", ev.StepClosed(binding.group, commit, present, revised), explain=self._explain
-        )
-        self._count(time.perf_counter() - start)
+        closed = ev.StepClosed(binding.group, commit, present, revised)
+        if grad_scaler is not None or not binding.send_off(
+            closed, explain=self._explain, after=self._finished
+        ):
+            start = time.perf_counter()
+            done = binding.ask("step", closed, explain=self._explain)
+            if done.found_inf and scaler_state is not None:
+                for found in scaler_state["found_inf_per_device"].values():
+                    found.fill_(1.0)
+            self._finished(done, time.perf_counter() - start)
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
-        if done.found_inf and scaler_state is not None:
-            for found in scaler_state["found_inf_per_device"].values():
-                found.fill_(1.0)
-        self._save_on_schedule()
         return loss
+
+    def _finished(self, done: Complete, wait_s: float) -> None:
+        """The parameters have this step's values."""
+        self._count(wait_s)
+        self._save_on_schedule()
+
+    def wait(self) -> None:
+        """Return when the parameters have the values of the last ``step()``.
+
+        Only needed with overlap ``layerwise`` before something reads a parameter's memory behind
+        torch's back, as an extension does that got a pointer earlier: everything else waits by
+        itself.
+
+        Raises:
+            ParadisError: that step failed.
+        """
+        self._bound.finish()
 
     @property
     def _bound(self) -> Binding:
@@ -185,6 +205,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if len(binding.members()) == 1:
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        binding.finish()
         binding.check()
         commit, present, revised = self._close(False, scaled=False)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
@@ -199,6 +220,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         ``model.zero_grad()`` clears gradients as well, but a clipped step that is dropped must be
         dropped by this method, or its factor counts for the next step.
         """
+        if not set_to_none:
+            self._bound.finish()  # the gradients' memory may still be on its way out
         super().zero_grad(set_to_none)
         self._clip = 1.0
 

@@ -33,8 +33,12 @@ from paradis.transport.base import Identity
 from paradis.wire.messages import Failed
 
 
-class Detachable(Protocol):
+class Bound(Protocol):
     """What holds on to the script's tensors until the session ends."""
+
+    def finish(self) -> None:
+        """Wait for the step that is on its way, if there is one."""
+        ...
 
     def detach(self) -> None:
         """Let go of them."""
@@ -62,7 +66,7 @@ class Session:
         self._turns_s = hurry_turns()
         self._agent = "PARADIS_AGENT" in environ
         self.groups = 0
-        self.bindings: list[Detachable] = []
+        self.bindings: list[Bound] = []
         if environ.get("PARADIS_DISPATCHERS"):
             self._join(environ)
         elif self.world_size > 1:
@@ -135,7 +139,7 @@ class Session:
     # ------------------------------------------------------------------- leaving
 
     def _watch_exit(self) -> None:
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
         os.register_at_fork(after_in_child=self._forked)
 
     @property
@@ -145,16 +149,34 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
+        for binding in self.bindings:
+            binding.detach()
+
+    def _close_at_exit(self) -> None:
+        """Close; an error of the last step, which nobody waited for, is the process's error."""
+        try:
+            self.close()
+        except ParadisError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def close(self) -> None:
-        """Leave the job: with success, or saying that the script raised. Idempotent."""
+        """Leave the job: with success, or saying that the script raised. Idempotent.
+
+        Raises:
+            ParadisError: the last step, which was still on its way, failed.
+        """
         if not self.alive:
             return
+        # Set by the interpreter when an exception ends the script, whatever hook shows it.
+        error: BaseException | None = getattr(sys, "last_value", None)
+        failed = None if error is not None else self._finish_steps()
         self._closed = True
         if self._pulse is not None:
             self._pulse.stop()
-        # Set by the interpreter when an exception ends the script, whatever hook shows it.
-        error: BaseException | None = getattr(sys, "last_value", None)
+        error = error or failed
         if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
         elif self.node.error is None or self.node.driver.interrupted:
@@ -170,7 +192,17 @@ class Session:
             binding.detach()
         self.bindings.clear()
         sys.setswitchinterval(self._turns_s)
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+        if failed is not None:
+            raise failed
+
+    def _finish_steps(self) -> ParadisError | None:
+        for binding in self.bindings:
+            try:
+                binding.finish()
+            except ParadisError as error:
+                return error
+        return None
 
 
 def _failure(rank: int, error: BaseException) -> Failed:
@@ -211,13 +243,16 @@ def current() -> Session:
 
 
 def close() -> None:
-    """Leave the job now instead of at exit. A later ``wrap`` starts or joins one anew."""
+    """Leave the job now instead of at exit. A later ``wrap`` starts or joins one anew.
+
+    Raises:
+        ParadisError: the last step, which was still on its way, failed.
+    """
     global _session
     with _lock:
-        if _session is not None:
-            with contextlib.suppress(ParadisError):
-                _session.close()
-            _session = None
+        session, _session = _session, None
+    if session is not None:
+        session.close()
 
 
 def rank(environ: Mapping[str, str] | None = None) -> int:

@@ -131,6 +131,13 @@ class Install(Effect, frozen=True):
     lease: int
 
 
+class Keep(Effect, frozen=True):
+    """The shard's next value is the one that the parameters have."""
+
+    group: int
+    shard: int
+
+
 class KeepState(Effect, frozen=True):
     """The payload holds value and optimizer state of a shard: keep it for ``state_dict``."""
 

@@ -113,6 +113,7 @@ class WorkerValues(WorkerPushes):
             return
         if update.unchanged:
             self._release(event)
+            self._out.append(fx.Keep(group.index, update.shard))
         else:
             self._out.append(fx.Install(group.index, update.shard, update.version, event.lease))
         group.waiting.pop(update.shard)

@@ -9,6 +9,7 @@ Invariant: at most one connection receives into a shard's value at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,8 @@ class BoundTensor:
     def unstage(self) -> None:
         """Copy the staging copy into the tensor, if it has one."""
         if self.staged:
-            with torch.no_grad():
+            # The tensor may be held until this is done (`frontend.reading`).
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 value = self.flat.view(self.shape) if self.flat.numel() else self.flat
                 self.tensor.copy_(value.reshape(self.shape))
 
@@ -182,6 +184,9 @@ class GroupMemory:
 
     Args:
         detect_changes: keep digests of values, to see what the script changes.
+
+    Attributes:
+        on_arrived: called with every shard that has its next value, changed or not.
     """
 
     def __init__(self, *, detect_changes: bool) -> None:
@@ -190,6 +195,7 @@ class GroupMemory:
         self.shards: dict[int, ShardMemory] = {}
         self._zeros = memoryview(bytearray(64))
         self._last: tuple[torch.Tensor, memoryview] | None = None
+        self.on_arrived: Callable[[int], None] | None = None
 
     def add(self, shards: tuple[ShardPlan, ...]) -> None:
         """Add the shards of a plan; their tensors are in ``tensors`` already."""
@@ -231,6 +237,12 @@ class GroupMemory:
         memory.installed()
         if self.detect_changes:
             memory.digests = memory.digest()
+        self.arrived(shard)
+
+    def arrived(self, shard: int) -> None:
+        """A shard has its next value, which may be the one it had."""
+        if self.on_arrived is not None:
+            self.on_arrived(shard)
 
     def changed(self) -> dict[int, list[int]]:
         """Return shard -> digests of the shards whose value the script changed."""

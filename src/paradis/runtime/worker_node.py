@@ -108,6 +108,9 @@ class WorkerNode(Node):
                 self._complete(effect)
             case fx.Install():
                 self._install(effect)
+            case fx.Keep():
+                self.memory[effect.group].arrived(effect.shard)
+                self._wake()
             case fx.KeepState():
                 self.kept[effect.group, effect.shard] = KeptState(
                     effect.keys, effect.dtypes, effect.scalars,
@@ -130,6 +133,12 @@ class WorkerNode(Node):
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
         self.counters.add(pull_bytes=nbytes)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Somebody may wait for a parameter that has arrived."""
+        with self._changed:
+            self._changed.notify_all()
 
     def resolve(
         self, message: DataMessage, payload: fx.Payload | None
@@ -176,9 +185,32 @@ class WorkerNode(Node):
             ParadisError: the job failed, or what was asked for is refused.
             DeadlineExceeded: it did not come; the message says what is missing.
         """
+        key = (group, what)
+        self.wait_until(lambda: key in self._done, group, what, timeout_s=timeout_s)
+        with self._changed:
+            done = self._done.pop(key)
+        if done.error:
+            raise from_name(done.error, done.text)
+        return done
+
+    def wait_until(
+        self, ready: Callable[[], bool], group: int, what: str, *, timeout_s: float
+    ) -> None:
+        """Wait for what an event brings about, on any thread but the node's own.
+
+        Args:
+            ready: looked at after every event that may bring it about.
+            group: number of the ``wrap`` call.
+            what: of which completion it is a part, for messages.
+            timeout_s: deadline.
+
+        Raises:
+            ParadisError: the job failed.
+            DeadlineExceeded: it did not come; the message says what is missing.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while (group, what) not in self._done:
+            while not ready():
                 if self.error is not None:
                     raise self.error
                 if self.ended.is_set():
@@ -189,7 +221,3 @@ class WorkerNode(Node):
                         f"{self.worker_role.missing(group)}; look at the servers' logs"
                     )
                 self._changed.wait(_LOOK_S)
-            done = self._done.pop((group, what))
-        if done.error:
-            raise from_name(done.error, done.text)
-        return done

@@ -28,7 +28,7 @@ class Bench:
         # The second member of a bucket starts at the next multiple of 64 bytes.
         self.memory.add((_plan(0, (0, 0), (1, 16)), _plan(1, (2, 0)), _plan(2, (3, 0))))
         self.ready: list[int] = []
-        self.collector = Collector(self.memory, self.ready.extend, debug=debug)
+        self.collector = Collector(self.memory, self.ready.extend, lambda: None, debug=debug)
         self.collector.extend()
         if not deferred:
             self.next_step()

@@ -1,0 +1,152 @@
+"""A step that is on its way while the script goes on (overlap ``layerwise``).
+
+Between ``begin`` and ``finish`` every trained parameter is held (`paradis.frontend.reading`) until
+its last shard is in. Only one step is on its way: the next one begins with ``finish``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from paradis.errors import ParadisError
+from paradis.frontend.reading import hold, release
+from paradis.roles.effects import Complete
+from paradis.runtime.worker_memory import GroupMemory
+from paradis.runtime.worker_node import WorkerNode
+
+After = Callable[[Complete, float], None]
+Explain = Callable[[ParadisError], ParadisError]
+
+
+class Overlap:
+    """The step of one ``wrap`` call that is on its way.
+
+    Args:
+        node: this worker.
+        group: number of the call.
+        memory: its tensors.
+        timeout_s: deadline of every wait.
+
+    Attributes:
+        pending: whether a step is on its way.
+        wait_s: seconds that readers have waited for it.
+    """
+
+    def __init__(
+        self, node: WorkerNode, group: int, memory: GroupMemory, *, timeout_s: float
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._memory = memory
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._left: dict[int, int] = {}
+        self._owners: dict[int, tuple[int, ...]] = {}
+        self._explain: Explain | None = None
+        self._after: After | None = None
+        self.pending = False
+        self.wait_s = 0.0
+
+    def begin(self, *, explain: Explain, after: After) -> bool:
+        """Hold the parameters; the caller commits the step next.
+
+        Args:
+            explain: may say more about an error of the step.
+            after: called by `finish` with the completion and the seconds waited.
+
+        Returns:
+            Whether they are held: not so if the class of one cannot be changed, or where
+            ``torch.compile`` is in use, which sees tensors where no torch function is called.
+        """
+        if compiles():
+            return False
+        self._count()
+        self._explain, self._after, self.wait_s = explain, after, 0.0
+        try:
+            for index in self._left:
+                hold(self._memory.tensors[index].tensor, partial(self._wait, index))
+        except TypeError:
+            self._let_go()
+            return False
+        self.pending = True
+        self._memory.on_arrived = self._arrived
+        return True
+
+    def _count(self) -> None:
+        """Count the shards that each parameter waits for."""
+        self._left = {}
+        self._owners = {}
+        for shard, memory in self._memory.shards.items():
+            if memory.plan.is_buffer or not memory.plan.length:
+                continue
+            owners = tuple(dict.fromkeys(s.parameter for s in memory.plan.segments))
+            self._owners[shard] = owners
+            for index in owners:
+                self._left[index] = self._left.get(index, 0) + 1
+
+    def _arrived(self, shard: int) -> None:
+        """A shard has its next value; on the thread that brought it in."""
+        for index in self._owners.get(shard, ()):
+            self._left[index] -= 1
+            if not self._left[index]:
+                release(self._memory.tensors[index].tensor)
+
+    def _wait(self, index: int) -> None:
+        """Wait until one parameter is in, on whichever thread reads it."""
+        start = time.perf_counter()
+        try:
+            self._node.wait_until(
+                lambda: self._left.get(index, 0) <= 0 or not self.pending,
+                self._group, "step", timeout_s=self._timeout_s,
+            )  # fmt: skip
+        except ParadisError as error:
+            raise self._failed(error) from None
+        self.wait_s += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait for the whole step, if one is on its way.
+
+        Raises:
+            ParadisError: the step failed; the parameters are readable as they are.
+        """
+        if not self.pending:
+            return
+        with self._lock:
+            if not self.pending:
+                return
+            start = time.perf_counter()
+            try:
+                done = self._node.wait(self._group, "step", timeout_s=self._timeout_s)
+            except ParadisError as error:
+                raise self._failed(error) from None
+            self.drop()
+            assert self._after is not None
+            self._after(done, self.wait_s + time.perf_counter() - start)
+
+    def _failed(self, error: ParadisError) -> ParadisError:
+        self.drop()
+        return self._explain(error) if self._explain is not None else error
+
+    def drop(self) -> None:
+        """Make all parameters readable as they are. Takes no lock: a forked child may call it."""
+        self.pending = False
+        self._memory.on_arrived = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for index in self._left:
+            release(self._memory.tensors[index].tensor)
+
+
+def compiles() -> bool:
+    """Whether ``torch.compile`` has compiled something in this process, or is about to.
+
+    Compiled code holds tensors, not names: it would read one without a torch function.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    utils = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(getattr(utils, "counters", None))
