@@ -50,6 +50,19 @@ def test_bytes_leave_in_order_however_they_are_taken(
     assert taken == expected and not queue
 
 
+def test_the_more_urgent_of_those_that_wait_leaves_first() -> None:
+    queue = SendQueue(1 << 22)
+    size = 300_000
+    for name, urgency in ((b"a", 0), (b"b", -1), (b"c", -3), (b"d", -3), (b"e", 2)):
+        queue.append(Outgoing(name, (memoryview(bytes(size)),), None, urgency))
+        queue.gather()  # the first one begins at once
+    order = b""
+    while views := queue.gather():
+        order += bytes(views[0])
+        queue.consume(sum(map(len, views)))
+    assert order == b"acdbe"
+
+
 @pytest.mark.parametrize("sent", [0, 1, 40])
 def test_a_frame_without_payload_overtakes_what_has_not_begun(sent: int) -> None:
     queue = SendQueue(1 << 20)

@@ -158,7 +158,8 @@ class ServerRole(Receiver):
             return
         if not group.verdict and self.everybody(group, group.commits) and group.commits:
             self._judge(group)
-        for shard in list(group.shards.values()):
+        # Backwards through the admission order: backward ends where the next forward begins.
+        for shard in sorted(group.shards.values(), key=lambda s: -s.plan.priority):
             self.advance(group, shard)
         self._measure(group)
 

@@ -3,8 +3,9 @@
 A transport moves frames between two authenticated nodes. What it promises, and what every
 implementation is tested for in ``tests/transport``:
 
-* frames of one connection arrive whole, or the connection is lost, once; those with a payload
-  arrive in order, those without one in order, too, but perhaps before earlier ones with one;
+* frames of one connection arrive whole, or the connection is lost, once; those without a payload
+  arrive in order, but perhaps before earlier ones with one; those with one in order of urgency
+  where several wait, else in order;
 * a header is checked before memory is asked for its payload; the payload is received straight
   into the memory that `Sink.place` names;
 * `Connection.send` never waits for the network: it queues, up to a bound in bytes, and the

@@ -2,12 +2,14 @@
 
 Invariant: a frame leaves whole before the next one begins; its buffers are held until its last byte
 has left. A frame without a payload overtakes those with one that have not begun: a commit or an
-acknowledgement must not wait behind seconds of gradients. Not locked: the connection's lock
-guards it.
+acknowledgement must not wait behind seconds of gradients. Among those with one the more urgent
+leaves first: the update of the layer that the next forward pass reads first. Not locked: the
+connection's lock guards it.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,17 +47,23 @@ class Outgoing:
     Attributes:
         views: what is to be sent; pieces already sent are released.
         left: bytes not yet sent.
+        urgency: the lowest number leaves first (of frames with a payload).
         on_sent: called once, by the connection, when nothing is left.
     """
 
-    __slots__ = ("_first", "left", "on_sent", "views")
+    __slots__ = ("_first", "left", "on_sent", "urgency", "views")
 
     def __init__(
-        self, head: bytes, payload: tuple[memoryview, ...], on_sent: Callable[[], None] | None
+        self,
+        head: bytes,
+        payload: tuple[memoryview, ...],
+        on_sent: Callable[[], None] | None,
+        urgency: int = 0,
     ) -> None:
         self.views: list[memoryview] = [memoryview(head), *payload]
         self.left = len(head) + sum(map(len, payload))
         self.on_sent = on_sent
+        self.urgency = urgency
         self._first = 0
 
     @classmethod
@@ -71,7 +79,8 @@ class Outgoing:
         payload = byte_views(buffers)
         size = sum(map(len, payload))
         mark = checksum(payload) if size and payload_checksum else None
-        return cls(encode(message, payload_bytes=size, payload_checksum=mark), payload, on_sent)
+        head = encode(message, payload_bytes=size, payload_checksum=mark)
+        return cls(head, payload, on_sent, message.urgency)
 
     def pending(self, count: int) -> list[memoryview]:
         """Return up to ``count`` views that are still to be sent."""
@@ -91,7 +100,7 @@ class Outgoing:
 
 
 class SendQueue:
-    """Outgoing frames: those without a payload first, within each kind in order.
+    """Outgoing frames: those without a payload first, then by urgency, else in order.
 
     Attributes:
         bytes: what is queued and not yet sent.
@@ -102,7 +111,8 @@ class SendQueue:
         self._bytes_max = bytes_max
         self._started: deque[Outgoing] = deque()  # offered by `gather`: they go out before others
         self._light: deque[Outgoing] = deque()
-        self._heavy: deque[Outgoing] = deque()
+        self._heavy: list[tuple[int, int, Outgoing]] = []  # a heap
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self._started) + len(self._light) + len(self._heavy)
@@ -120,7 +130,11 @@ class SendQueue:
                 "raise queue_bytes_max"
             )
         self.bytes += frame.left
-        (self._light if len(frame.views) == 1 else self._heavy).append(frame)
+        if len(frame.views) == 1:
+            self._light.append(frame)
+        else:
+            self._count += 1
+            heapq.heappush(self._heavy, (frame.urgency, self._count, frame))
 
     def gather(self) -> list[memoryview]:
         """Return the views of the next system call: one large frame or several small ones."""
@@ -129,10 +143,14 @@ class SendQueue:
         for frame in self._started:
             views += frame.pending(IOV_MAX - len(views))
             size += frame.left
-        while len(views) < IOV_MAX and (waiting := self._light or self._heavy):
-            if views and size + waiting[0].left > COALESCED_BYTES_MAX:
+        while len(views) < IOV_MAX and (self._light or self._heavy):
+            frame = self._light[0] if self._light else self._heavy[0][2]
+            if views and size + frame.left > COALESCED_BYTES_MAX:
                 break
-            frame = waiting.popleft()
+            if self._light:
+                self._light.popleft()
+            else:
+                heapq.heappop(self._heavy)
             self._started.append(frame)
             views += frame.pending(IOV_MAX - len(views))
             size += frame.left

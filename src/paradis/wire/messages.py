@@ -47,6 +47,11 @@ class DataMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     LAZY: ClassVar[bool] = False
     """Whether a link may hold it back while more arrives, to send several at once."""
 
+    @property
+    def urgency(self) -> int:
+        """Of frames with a payload that wait to be sent, the lowest number goes first."""
+        return 0
+
     generation: int = 0
     group: int = 0
     shard: int = 0
@@ -138,6 +143,11 @@ class Update(DataMessage, frozen=True, kw_only=True):
     unchanged: bool = False
     found_inf: bool = False
     priority: int = -1
+
+    @property
+    def urgency(self) -> int:
+        """The gradient that backward makes last is of the layer that forward reads first."""
+        return -self.priority
 
 
 class Pull(DataMessage, frozen=True, kw_only=True):
