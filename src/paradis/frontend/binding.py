@@ -14,6 +14,7 @@ from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.session import Session
+from paradis.frontend.step_clock import StepClock
 from paradis.frontend.watch import ModelWatch
 from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
@@ -56,6 +57,11 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self.collector = Collector(self.memory, self._ready, debug=session.settings.debug_gradients)
+        tracer = session.node.tracer
+        if tracer is not None:
+            self.collector.clock = StepClock(
+                tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
+            )
 
     @property
     def steps_done(self) -> int:

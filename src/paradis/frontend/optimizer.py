@@ -16,6 +16,7 @@ from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
+from paradis.roles.effects import Complete
 from paradis.wire.messages import Options, Scalar, StepCommit
 
 warnings.filterwarnings(
@@ -63,16 +64,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         binding = self._bound
         binding.check()
+        clock = binding.collector.clock
+        if clock is not None:
+            clock.called()
         overflow, scaler_state = self._unscale(grad_scaler)
         commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
-        start = time.perf_counter()
-        done = binding.ask(
-            "step", ev.StepClosed(binding.group, commit, present, revised), explain=self._explain
-        )
-        self._count(time.perf_counter() - start)
+        done = self._wait(ev.StepClosed(binding.group, commit, present, revised))
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
         if done.found_inf and scaler_state is not None:
@@ -80,6 +80,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 found.fill_(1.0)
         self._save_on_schedule()
         return loss
+
+    def _wait(self, closed: ev.StepClosed) -> Complete:
+        clock = self._bound.collector.clock
+        start = time.perf_counter()
+        if clock is not None:
+            clock.waiting()
+        try:
+            done = self._bound.ask("step", closed, explain=self._explain)
+        finally:
+            if clock is not None:
+                clock.ended()
+        self._count(time.perf_counter() - start)
+        return done
 
     @property
     def _bound(self) -> Binding:
