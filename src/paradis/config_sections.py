@@ -361,8 +361,8 @@ class ObserveConfig:
     trace: bool = key(
         False,
         BOOL,
-        "Record when each shard passes each stage, for `paradis trace`. Off: it costs a few "
-        "microseconds per shard and step, and up to 200000 spans of memory and disk per node.",
+        "Record when each shard passes each stage, for `paradis trace`. Off: each stage of each "
+        "shard costs some microseconds, and a node keeps up to 200000 spans.",
         shared="trace",
     )
 

@@ -5,7 +5,7 @@ is read. Hosts are brought together through their wall clocks, so between them t
 as those agree: about a millisecond with NTP in one network, and an effect may then seem to come
 before its cause.
 
-Invariant: spans of one lane do not overlap.
+Invariant: spans of one row do not overlap.
 Source of the format: Chrome's "Trace Event Format", complete events ("X") and metadata ("M"); times
 in microseconds.
 """
@@ -90,8 +90,8 @@ def on_one_axis(files: Sequence[SpanFile]) -> tuple[NodeSpans, ...]:
     )
 
 
-def lanes(spans: Iterable[Span]) -> list[int]:
-    """Return a lane, from 0, for each span, so that no two of a lane overlap.
+def rows(spans: Iterable[Span]) -> list[int]:
+    """Return a row, from 0, for each span, so that no two of a row overlap.
 
     Args:
         spans: in order of entering.
@@ -104,11 +104,11 @@ def lanes(spans: Iterable[Span]) -> list[int]:
         while busy and busy[0][0] <= span.enter_ns:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if free:
-            lane = heapq.heappop(free)
+            row = heapq.heappop(free)
         else:
-            lane, count = count, count + 1
-        heapq.heappush(busy, (span.leave_ns, lane))
-        found.append(lane)
+            row, count = count, count + 1
+        heapq.heappush(busy, (span.leave_ns, row))
+        found.append(row)
     return found
 
 
@@ -116,7 +116,7 @@ def lanes(spans: Iterable[Span]) -> list[int]:
 
 
 def chrome_events(nodes: Sequence[NodeSpans]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a Chrome trace: a process per node, a thread per lane."""
+    """Yield the events of a Chrome trace: a process per node, a thread per row."""
     for pid, node in enumerate(nodes, 1):
         yield _named("process_name", pid, 0, name=node.node)
         yield _named("process_sort_index", pid, 0, sort_index=pid)
@@ -125,14 +125,14 @@ def chrome_events(nodes: Sequence[NodeSpans]) -> Iterator[dict[str, Any]]:
             by_track.setdefault(_track(span), []).append(span)
         first = 1
         for track, spans in by_track.items():
-            of = lanes(spans)
+            of = rows(spans)
             count = max(of, default=-1) + 1
-            for lane in range(count):
-                name = track if count == 1 else f"{track} {lane + 1}"
-                yield _named("thread_name", pid, first + lane, name=name)
-                yield _named("thread_sort_index", pid, first + lane, sort_index=first + lane)
-            for span, lane in zip(spans, of, strict=True):
-                yield _complete(span, pid, first + lane, node.shift_ns)
+            for row in range(count):
+                name = track if count == 1 else f"{track} {row + 1}"
+                yield _named("thread_name", pid, first + row, name=name)
+                yield _named("thread_sort_index", pid, first + row, sort_index=first + row)
+            for span, row in zip(spans, of, strict=True):
+                yield _complete(span, pid, first + row, node.shift_ns)
             first += count
 
 

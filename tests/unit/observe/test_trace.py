@@ -1,4 +1,4 @@
-"""Spans of several nodes on one axis: lanes, the Chrome trace, the walk of a shard."""
+"""Spans of several nodes on one axis: rows, the Chrome trace, the walk of a shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paradis.errors import ConfigError
 from paradis.observe.spans import Span, SpanFile, SpanHeader
-from paradis.observe.trace import lanes, on_one_axis, ranges, walk, write_chrome
+from paradis.observe.trace import on_one_axis, ranges, rows, walk, write_chrome
 
 MS = 10**6
 
@@ -62,18 +62,16 @@ SHORT = st.tuples(st.integers(0, 30), st.integers(0, 8))
 def test_spans_of_a_lane_never_overlap_and_lanes_are_few(pairs: list[tuple[int, int]]) -> None:
     spans = [of_shard("push", a, a + d) for a, d in pairs]
     spans.sort(key=lambda s: (s.enter_ns, s.leave_ns))
-    found = lanes(spans)
-    by_lane: dict[int, list[Span]] = defaultdict(list)
-    for span, lane in zip(spans, found, strict=True):
-        by_lane[lane].append(span)
-    for of in by_lane.values():
+    found = rows(spans)
+    by_row: dict[int, list[Span]] = defaultdict(list)
+    for span, row in zip(spans, found, strict=True):
+        by_row[row].append(span)
+    for of in by_row.values():
         for one, other in itertools.pairwise(of):
             assert one.leave_ns <= other.enter_ns
-    at_once = [
-        sum(s is t or s.enter_ns <= t.enter_ns < s.leave_ns for s in spans) for t in spans
-    ]
-    assert len(by_lane) == max(at_once, default=0)
-    assert sorted(by_lane) == list(range(len(by_lane)))
+    at_once = [1 + sum(s.leave_ns > t.enter_ns for s in spans[:i]) for i, t in enumerate(spans)]
+    assert len(by_row) == max(at_once, default=0)
+    assert sorted(by_row) == list(range(len(by_row)))
 
 
 def test_nodes_of_one_clock_keep_their_relations_whatever_wall_time_did() -> None:
@@ -113,12 +111,12 @@ def test_a_chrome_trace_has_every_span_and_names_for_all(tmp_path: Path) -> None
     assert [n for (pid, _), n in sorted(names.items()) if pid == 1] == [
         "compute", "push gradient 1", "push gradient 2", "push update",
     ]  # fmt: skip
-    lanes_used: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    rows_used: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in spans:
         assert (event["pid"], event["tid"]) in names
         assert event["dur"] >= 0 and event["ts"] >= 0
-        lanes_used[event["pid"], event["tid"]].append(event)
-    for of in lanes_used.values():
+        rows_used[event["pid"], event["tid"]].append(event)
+    for of in rows_used.values():
         of.sort(key=lambda e: e["ts"])
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(of))
     push = next(e for e in spans if e["name"] == "push gradient 3")
