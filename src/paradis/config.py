@@ -21,6 +21,7 @@ from paradis.config_sections import (
     CheckpointConfig,
     CommunicationConfig,
     LaunchConfig,
+    ObserveConfig,
     SchedulerConfig,
     TrainingConfig,
 )
@@ -36,6 +37,7 @@ SECTIONS: Final[dict[str, Any]] = {
         CheckpointConfig,
         LaunchConfig,
         SchedulerConfig,
+        ObserveConfig,
     )
 }
 _PREFIX: Final = "PARADIS_"
@@ -78,6 +80,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
     def __post_init__(self) -> None:
         """Check relations between sections.

@@ -352,3 +352,26 @@ class SchedulerConfig:
             ConfigError: a value is illegal.
         """
         check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserveConfig:
+    """What a run leaves behind for those who want to know."""
+
+    SECTION: ClassVar[str] = "observe"
+
+    trace: bool = key(
+        False,
+        BOOL,
+        "Record when each shard passes each stage, for `paradis trace`. Off: each stage of each "
+        "shard costs some microseconds, and a node keeps up to 200000 spans.",
+        shared="trace",
+    )
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ConfigError: a value is illegal.
+        """
+        check_values(self)

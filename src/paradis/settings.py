@@ -32,6 +32,7 @@ class SharedSettings:
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
         restore: checkpoint to start from; empty: none.
+        trace: record spans of the gradient path.
     """
 
     heartbeat_interval_s: float = 2.0
@@ -61,6 +62,7 @@ class SharedSettings:
     restore: str = ""
     virtual_nodes: int = 160
     load_epsilon: float = 0.1
+    trace: bool = False
 
 
 def settings_from(received: Mapping[str, object]) -> SharedSettings:

@@ -25,6 +25,7 @@ KEYS = {
     "checkpoint": "directory every_steps keep restore",
     "launch": "grace_period drain_timeout run_directory omp_threads",
     "scheduler": "virtual_nodes load_epsilon",
+    "observe": "trace",
 }
 """The keys are a promise: a renamed key breaks the files of users."""
 

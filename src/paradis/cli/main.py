@@ -30,8 +30,9 @@ EXIT_INTERRUPTED: Final = 130
 _LAZY: Final = {
     "checkpoint": "list, verify and export checkpoints",
     "config": "show a job's configuration, print an example",
+    "trace": "show where the time of a run went",
 }
-"""Commands whose modules are imported when used: they need torch, which takes a second."""
+"""Commands whose modules are imported when used: some need torch, which takes a second."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -125,6 +125,8 @@ def _run(request: RunRequest, config: JobConfig, run: RunDirectory) -> int:
     if agent.summary is not None:
         print_nodes(agent.summary.nodes)
         write_nodes(run.path / "nodes.json", agent.summary.nodes)
+    if config.observe.trace:
+        say(f"to see where the time went: paradis trace {shlex.quote(str(run.path))}")
     if agent.checkpoint is not None:
         say(f"checkpoint of step {agent.checkpoint.step}: {agent.checkpoint.path}")
         say(f"to resume: {shlex.join(resume_command(request, agent.checkpoint.path))}")

@@ -15,6 +15,7 @@ from paradis.frontend.collector import Collector
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.overlap import After, Explain, Overlap
 from paradis.frontend.session import Session
+from paradis.frontend.step_clock import StepClock
 from paradis.frontend.watch import ModelWatch
 from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
@@ -62,6 +63,12 @@ class Binding:
         self.collector = Collector(
             self.memory, self._ready, self.finish, debug=session.settings.debug_gradients
         )
+        tracer = session.node.tracer
+        if tracer is not None:
+            clock = StepClock(
+                tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
+            )
+            self.collector.clock = self._overlap.clock = clock
 
     @property
     def steps_done(self) -> int:

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from paradis.errors import ConfigError, StateError
+from paradis.frontend.step_clock import StepClock
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
 
@@ -47,6 +48,7 @@ class Collector:
         deferred: pushes start in ``step()``: in the first step, where a GradScaler may be in use
             (what it unscales bumps no version counter), from then on if one is, and where the
             script changes most gradients after backward (clips them, say).
+        clock: is told of each gradient, where spans are recorded.
         rewritten: the script itself changed a gradient after the last backward of this step.
     """
 
@@ -61,6 +63,7 @@ class Collector:
         self.pushing = True
         self.deferred = True
         self.rewritten = False
+        self.clock: StepClock | None = None
         self._scaled = False
         self._revised_steps = 0
         self._again: dict[int, None] = {}
@@ -98,6 +101,8 @@ class Collector:
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
+            if self.clock is not None:
+                self.clock.gradient()
             if self._handed[index] is not None:
                 self._again[index] = None
             elif self.pushing and not self.deferred:

@@ -65,6 +65,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         binding = self._bound
         binding.finish()
         binding.check()
+        clock = binding.collector.clock
+        if clock is not None:
+            clock.called()
         overflow, scaler_state = self._unscale(grad_scaler)
         commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
         order = binding.order_to_tell()
@@ -74,17 +77,28 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if grad_scaler is not None or not binding.send_off(
             closed, explain=self._explain, after=self._finished
         ):
-            start = time.perf_counter()
-            done = binding.ask("step", closed, explain=self._explain)
+            done, wait_s = self._ask_and_wait(closed)
             if done.found_inf and scaler_state is not None:
                 for found in scaler_state["found_inf_per_device"].values():
                     found.fill_(1.0)
-            self._finished(done, time.perf_counter() - start)
+            self._finished(wait_s)
+        if clock is not None:
+            clock.returned()
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
         return loss
 
-    def _finished(self, done: Complete, wait_s: float) -> None:
+    def _ask_and_wait(self, closed: ev.StepClosed) -> tuple[Complete, float]:
+        clock = self._bound.collector.clock
+        start_ns = time.monotonic_ns()
+        try:
+            done = self._bound.ask("step", closed, explain=self._explain)
+        finally:
+            if clock is not None:
+                clock.waited(start_ns)
+        return done, (time.monotonic_ns() - start_ns) / 1e9
+
+    def _finished(self, wait_s: float) -> None:
         """The parameters have this step's values."""
         self._count(wait_s)
         self._save_on_schedule()

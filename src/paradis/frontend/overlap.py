@@ -14,11 +14,11 @@ from functools import partial
 
 from paradis.errors import ParadisError
 from paradis.frontend.reading import hold, release
-from paradis.roles.effects import Complete
+from paradis.frontend.step_clock import StepClock
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.runtime.worker_node import WorkerNode
 
-After = Callable[[Complete, float], None]
+After = Callable[[float], None]
 Explain = Callable[[ParadisError], ParadisError]
 
 
@@ -34,6 +34,7 @@ class Overlap:
     Attributes:
         pending: whether a step is on its way.
         wait_s: seconds that readers have waited for it.
+        clock: records the waits, if the job is traced.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Overlap:
         self._after: After | None = None
         self.pending = False
         self.wait_s = 0.0
+        self.clock: StepClock | None = None
 
     def begin(self, *, explain: Explain, after: After) -> bool:
         """Hold the parameters; the caller commits the step next.
 
         Args:
             explain: may say more about an error of the step.
-            after: called by `finish` with the completion and the seconds waited.
+            after: called by `finish` with the seconds waited.
 
         Returns:
             Whether they are held: not so if the class of one cannot be changed, or where
@@ -97,7 +99,7 @@ class Overlap:
 
     def _wait(self, index: int) -> None:
         """Wait until one parameter is in, on whichever thread reads it."""
-        start = time.perf_counter()
+        start_ns = time.monotonic_ns()
         try:
             self._node.wait_until(
                 lambda: self._left.get(index, 0) <= 0 or not self.pending,
@@ -105,7 +107,13 @@ class Overlap:
             )  # fmt: skip
         except ParadisError as error:
             raise self._failed(error) from None
-        self.wait_s += time.perf_counter() - start
+        finally:
+            self._count_wait(start_ns)
+
+    def _count_wait(self, start_ns: int) -> None:
+        self.wait_s += (time.monotonic_ns() - start_ns) / 1e9
+        if self.clock is not None:
+            self.clock.waited(start_ns)
 
     def finish(self) -> None:
         """Wait for the whole step, if one is on its way.
@@ -118,14 +126,16 @@ class Overlap:
         with self._lock:
             if not self.pending:
                 return
-            start = time.perf_counter()
+            start_ns = time.monotonic_ns()
             try:
-                done = self._node.wait(self._group, "step", timeout_s=self._timeout_s)
+                self._node.wait(self._group, "step", timeout_s=self._timeout_s)
             except ParadisError as error:
                 raise self._failed(error) from None
+            finally:
+                self._count_wait(start_ns)
             self.drop()
             assert self._after is not None
-            self._after(done, self.wait_s + time.perf_counter() - start)
+            self._after(self.wait_s)
 
     def _failed(self, error: ParadisError) -> ParadisError:
         self.drop()

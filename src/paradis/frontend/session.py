@@ -77,6 +77,8 @@ class Session:
             )
         else:
             self._start_alone(environ)
+        if self.settings.trace:
+            self._trace(environ.get("PARADIS_RUN_DIR", ""))
         self._watch_exit()
 
     @property
@@ -135,6 +137,18 @@ class Session:
             identity.node, self.node.counters, self.node.tell_leader,
             interval_s=self.settings.heartbeat_interval_s, beat=not self._agent,
         )  # fmt: skip
+
+    def _trace(self, run_directory: str) -> None:
+        if not run_directory:
+            self.node.announce(
+                "warning",
+                f"observe.trace is on, but worker {self.rank} records no spans: PARADIS_RUN_DIR is "
+                "not set; set it to a directory for them",
+            )
+        elif self._job is not None:
+            self._job.trace_into(Path(run_directory).absolute())
+        else:
+            self.node.trace_into(Path(run_directory).absolute())
 
     # ------------------------------------------------------------------- leaving
 

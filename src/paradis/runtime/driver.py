@@ -47,6 +47,7 @@ class Driver:
 
     Attributes:
         interrupted: whether a signal handler of the script ended it.
+        watch: sees each event just before the role does, under the node's lock; None for nobody.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Driver:
     ) -> None:
         self.name = name
         self.interrupted = False
+        self.watch: Callable[[Event], None] | None = None
         self.role = role
         self._carry = carry
         self._broken = broken
@@ -85,6 +87,8 @@ class Driver:
             event = self._queue.popleft()
             self._story.append(event)
             try:
+                if self.watch is not None:
+                    self.watch(event)
                 for effect in self.role.handle(event, time.monotonic_ns()):
                     self._carry(effect)
             except BaseException as error:

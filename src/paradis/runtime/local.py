@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from paradis.ids import NodeId, server_id, worker_id
 from paradis.roles.worker import WorkerRole
@@ -74,6 +75,11 @@ class LocalJob:
         channel.send(make_join("worker", 0, rack=""))
         channel.send(Beat(nodes=(node,)))
         return worker
+
+    def trace_into(self, directory: Path) -> None:
+        """Record spans of the worker and its server; `close` writes them into ``directory``."""
+        self.worker.trace_into(directory)
+        self.server.trace_into(directory)
 
     def close(self) -> None:
         """End everything, servers last; waits for a checkpoint being written."""

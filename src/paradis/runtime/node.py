@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 from paradis.errors import ParadisError, from_name
@@ -16,6 +17,7 @@ from paradis.runtime.arena import Arena, Placed
 from paradis.runtime.driver import Driver, Role
 from paradis.runtime.executor import Executor
 from paradis.runtime.links import Links
+from paradis.runtime.tracing import Tracer
 from paradis.transport.base import Identity, Transport
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Announcement, ControlMessage, DataMessage, Report
@@ -69,6 +71,8 @@ class Node:
         self.error: ParadisError | None = None
         self.reason = ""
         self.on_fail: Callable[[ParadisError], None] | None = None
+        self.tracer: Tracer | None = None
+        self._spans_into: Path | None = None
         self._announced: dict[str, None] = {}
         self.driver = Driver(identity.node, role, self.carry, self.fail)
         self.links = Links(
@@ -83,6 +87,12 @@ class Node:
     def post(self, event: Event) -> None:
         """Hand the role an event."""
         self.driver.post(event)
+
+    def trace_into(self, directory: Path) -> None:
+        """Record spans from now on; `close` writes them into ``directory``."""
+        self._spans_into = directory
+        self.tracer = Tracer(self.identity.node)
+        self.driver.watch = self.tracer.event
 
     def place(self, peer: NodeId, header: FrameHeader) -> Placed:
         """Name memory for an incoming payload; subclasses know better than leasing."""
@@ -126,6 +136,8 @@ class Node:
             self.tell_leader(effect.message)
             return
         message, buffers, on_sent = self.resolve(effect.message, effect.payload)
+        if self.tracer is not None:
+            on_sent = self.tracer.sending(effect.target, message, buffers, on_sent)
         self.links.send(effect.target, message, buffers, on_sent)
 
     def resolve(
@@ -204,3 +216,13 @@ class Node:
         self.links.close()
         self.executor.stop()
         self.control.close()
+        self._write_spans()
+
+    def _write_spans(self) -> None:
+        directory, self._spans_into = self._spans_into, None
+        if directory is None or self.tracer is None:
+            return
+        try:
+            self.tracer.recorder.write(directory, self.identity.node)
+        except OSError as error:  # a picture that is missing must not fail a run that is over
+            _log.warning("spans of %s are not written: %s", self.identity.node, error)

@@ -153,6 +153,8 @@ def run_server(arguments: ServerArguments) -> int:
         world_size=welcome.world_size,
         remote=is_remote(arguments.listen),
     )
+    if settings.trace:
+        node.trace_into(arguments.run_directory.absolute())
     _warm_up()
     return _serve(node, stream, settings, arguments.listen, signals)
 
@@ -263,6 +265,8 @@ def run_dispatcher(arguments: DispatcherArguments, control: LeaderControl | None
     settings = shared_settings(welcome)
     identity = Identity(node=NodeId(welcome.node), incarnation=welcome.incarnation, token=token)
     node = make_agent(identity, stream, settings, welcome.world_size, arguments.listen)
+    if settings.trace:
+        node.trace_into(arguments.run_directory.absolute())
     return _serve(node, stream, settings, arguments.listen, signals)
 
 
@@ -342,6 +346,8 @@ def _lead(
         channel = LocalChannel(leader, dispatcher_id(0))
         identity = Identity(node=dispatcher_id(0), incarnation=0, token=token)
         agent = make_agent(identity, channel, settings, arguments.workers, arguments.listen)
+        if settings.trace:
+            agent.trace_into(run_directory)
         addresses = agent.links.listen(data_addresses(settings, arguments.listen))
         channel.bind(agent.post)
         join = make_join("dispatcher", 0, rack=arguments.rack)

@@ -63,6 +63,8 @@ class SummingNode(Node):
         flat = [lease for group in effect.sources for lease in group]
         # Taken here, under the node's lock, so that no payload is placed into it meanwhile.
         buffer = self.arena.sum_target(effect.shard, flat)
+        if self.tracer is not None:
+            self.tracer.summing(effect, buffer.numel() * len(flat))
         whole = effect.divisor == 1 and not effect.missing
         if len(flat) == 1 and whole and self.arena.bytes_of(flat[0]) is buffer:
             # One worker's gradient is its own sum, where it lies.
@@ -149,10 +151,15 @@ class ServerNode(SummingNode):
             return
         self._queued[key] = None
         whole, buffers, _ = self.resolve(message, effect.payload)
-        self.links.send(effect.target, whole, buffers, lambda: self._queued.pop(key, None))
+        on_sent: Callable[[], None] | None = lambda: self._queued.pop(key, None)  # noqa: E731
+        if self.tracer is not None:
+            on_sent = self.tracer.sending(effect.target, whole, buffers, on_sent)
+        self.links.send(effect.target, whole, buffers, on_sent)
 
     def _apply(self, effect: fx.Apply) -> None:
         total = self.arena.sum_of(effect.shard)
+        if self.tracer is not None:
+            self.tracer.updating(effect, total.numel())
 
         def job() -> ev.Event:
             if effect.check:  # here and not with the sum: the optimizer reads it next anyway

@@ -66,7 +66,7 @@ class WorkerNode(Node):
         """Receive a wanted update straight into the parameters, anything else into the store."""
         if header.kind != Update.KIND:
             return self.arena.place(header.payload_bytes)
-        _, group, shard, _, _, version, _, _, asked, _ = header.fields
+        _, group, shard, _, step, version, _, _, asked, _ = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
         if held is None or not self.worker_role.wants(group, shard, version, asked):
@@ -77,6 +77,8 @@ class WorkerNode(Node):
             if sum(len(v) for v in held.value) != header.payload_bytes:
                 return self.arena.scratch(header.payload_bytes)
             self._receiving[shard] = peer
+        if self.tracer is not None and version == step + 1:  # else a pull outside of steps
+            self.tracer.receiving(peer, group, shard, step)
         return Placed(-1 - shard, tuple(held.value))
 
     def abandon(self, placed: Placed) -> None:
@@ -133,6 +135,8 @@ class WorkerNode(Node):
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
         self.counters.add(pull_bytes=nbytes)
+        if self.tracer is not None:
+            self.tracer.installed(effect.shard, nbytes)
         self._wake()
 
     def _wake(self) -> None:
