@@ -37,7 +37,8 @@ class Method:
         self._optimizer.step()
 
     def drain(self) -> None:
-        """Nothing is left in flight after ``step()`` without cross-step overlap."""
+        """Wait for the step that is on its way."""
+        self._optimizer.wait()
 
     def close(self) -> None:
         """Leave the job; rank 0 ends the nodes."""

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from torch.utils.hooks import RemovableHandle
+
 from paradis.errors import ParadisError
-from paradis.frontend.reading import hold, release
+from paradis.frontend.reading import hold, release, watch_modules
 from paradis.frontend.step_clock import StepClock
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.runtime.worker_node import WorkerNode
@@ -51,6 +53,7 @@ class Overlap:
         self._after: After | None = None
         self.pending = False
         self.wait_s = 0.0
+        self._modules: RemovableHandle | None = None
         self.clock: StepClock | None = None
 
     def begin(self, *, explain: Explain, after: After) -> bool:
@@ -76,6 +79,7 @@ class Overlap:
             return False
         self.pending = True
         self._memory.on_arrived = self._arrived
+        self._modules = watch_modules()
         return True
 
     def _count(self) -> None:
@@ -146,6 +150,9 @@ class Overlap:
         self.pending = False
         self._memory.on_arrived = None
         self._let_go()
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
 
     def _let_go(self) -> None:
         for index in self._left:

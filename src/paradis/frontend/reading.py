@@ -7,7 +7,9 @@ it costs nothing. What tells no value (shape, requires_grad, hooks) does not wai
 
 Where a module hook sees that a module is called, this sees that a parameter is read: by
 attention, which takes ``out_proj.weight`` without calling that module, by ``F.linear`` with a tied
-weight, or by a script's own moving average.
+weight, or by a script's own moving average. What it does not see is code that is handed tensors in
+C++, as extensions and scripted modules are; for those a module's own parameters are waited for
+before it is called (`watch_modules`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _WAITS: dict[int, Callable[[], None]] = {}
 """id of a held tensor -> waits until it is released."""
@@ -111,6 +114,25 @@ def await_value(tensor: Any) -> None:
     wait = _WAITS.get(id(tensor))
     if wait is not None:
         wait()
+
+
+_AT_ONCE = (torch.jit.ScriptModule, torch.nn.DataParallel)
+"""Modules that read the parameters of those inside them without calling them."""
+
+
+def watch_modules() -> RemovableHandle:
+    """Make every module wait for its own parameters before it is called, until the handle goes."""
+    return torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
+
+
+def _before_forward(module: torch.nn.Module, _: Any) -> None:
+    if isinstance(module, _AT_ONCE):
+        for parameter in module.parameters():
+            await_value(parameter)
+        return
+    for own in module._parameters.values():
+        if own is not None:
+            await_value(own)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paradis.frontend.reading import Held, hold, release
+from paradis.frontend.reading import Held, hold, release, watch_modules
 
 Read = Callable[[nn.Linear], Any]
 
@@ -101,6 +102,50 @@ def test_who_reads_no_value_does_not_wait(waits: Waits, other: str) -> None:
     OTHERS[other](waits.layer)
     assert waits.count == 0
     assert isinstance(waits.layer.weight, Held)
+
+
+class Extension(torch.autograd.Function):
+    """Reads the weight as code in C++ does: without a torch function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ weight
+
+
+class Extended(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Extension.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+def test_a_module_waits_for_its_own_parameters_before_it_is_called(waits: Waits) -> None:
+    waits.layer.__class__ = Extended
+    handle = watch_modules()
+    waits.layer(torch.ones(1, 4))
+    assert waits.count == 2
+    handle.remove()
+    waits.hold(waits.layer.weight)
+    waits.layer(torch.ones(1, 4))
+    assert waits.count == 2, "without the watch nobody sees it"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_waits_for_all_inside_it() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    count = 0
+
+    def wait(tensor: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        release(tensor)
+
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        hold(parameter, partial(wait, parameter))
+    handle = watch_modules()
+    model(torch.ones(1, 2))
+    handle.remove()
+    assert count == len(parameters) == 4
 
 
 def test_results_are_those_of_the_plain_tensor(waits: Waits) -> None:
