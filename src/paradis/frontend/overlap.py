@@ -48,7 +48,10 @@ class Overlap:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._left: dict[int, int] = {}
+        self._shards_of: dict[int, int] = {}
         self._owners: dict[int, tuple[int, ...]] = {}
+        self._waits: dict[int, Callable[[], None]] = {}
+        self._known = 0
         self._explain: Explain | None = None
         self._after: After | None = None
         self.pending = False
@@ -69,11 +72,13 @@ class Overlap:
         """
         if compiles():
             return False
-        self._count()
+        if self._known != len(self._memory.shards):
+            self._learn()
+        self._left = dict(self._shards_of)
         self._explain, self._after, self.wait_s = explain, after, 0.0
         try:
-            for index in self._left:
-                hold(self._memory.tensors[index].tensor, partial(self._wait, index))
+            for index, wait in self._waits.items():
+                hold(self._memory.tensors[index].tensor, wait)
         except TypeError:
             self._let_go()
             return False
@@ -82,17 +87,18 @@ class Overlap:
         self._modules = watch_modules()
         return True
 
-    def _count(self) -> None:
-        """Count the shards that each parameter waits for."""
-        self._left = {}
-        self._owners = {}
+    def _learn(self) -> None:
+        """Note which shards each parameter waits for; they only become more."""
+        self._known = len(self._memory.shards)
+        self._shards_of = {}
         for shard, memory in self._memory.shards.items():
             if memory.plan.is_buffer or not memory.plan.length:
                 continue
             owners = tuple(dict.fromkeys(s.parameter for s in memory.plan.segments))
             self._owners[shard] = owners
             for index in owners:
-                self._left[index] = self._left.get(index, 0) + 1
+                self._shards_of[index] = self._shards_of.get(index, 0) + 1
+                self._waits[index] = partial(self._wait, index)
 
     def _arrived(self, shard: int) -> None:
         """A shard has its next value; on the thread that brought it in."""
