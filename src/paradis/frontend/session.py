@@ -33,6 +33,9 @@ from paradis.transport.base import Identity
 from paradis.wire.messages import Failed
 
 
+_SETTLE_S = 5.0
+
+
 class Bound(Protocol):
     """What holds on to the script's tensors until the session ends."""
 
@@ -193,6 +196,7 @@ class Session:
         error = error or failed
         if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
+            self.node.driver.settle(_SETTLE_S)  # another thread may be in the middle of an event
         elif self.node.error is None or self.node.driver.interrupted:
             # The others need not wait for the end of this process, nor the host agent for its code.
             cause = self.node.error if error is None else error

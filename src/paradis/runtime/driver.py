@@ -118,6 +118,19 @@ class Driver:
             )
         )
 
+    def settle(self, timeout_s: float) -> bool:
+        """Return when every event posted before is handled; False if that takes too long.
+
+        Not for the thread that is running the role.
+        """
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        try:
+            self._drain()
+        finally:
+            self._lock.release()
+        return True
+
     def set_timer(self, name: str, at_ns: int) -> None:
         """Post ``TimerFired(name)`` at ``at_ns`` (monotonic); a later one replaces it."""
         self._timers.set(name, at_ns)

@@ -85,6 +85,28 @@ def test_a_broken_role_ends_the_node_with_the_story_and_handles_nothing_more() -
     assert role.seen == []
 
 
+def test_settling_waits_for_an_event_that_another_thread_took_over() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Echo):
+        def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
+            entered.set()
+            assert leave.wait(10)
+            return super().handle(event, now_ns)
+
+    role = Slow()
+    driver, _, _ = make(role)
+    busy = threading.Thread(target=driver.post, args=(Reduced(0, 1),))
+    busy.start()
+    assert entered.wait(10)
+    driver.post(Reduced(0, 2))
+    assert role.seen == [] and not driver.settle(0.01)
+    leave.set()
+    assert driver.settle(10)
+    assert [e.ticket for e in role.seen if isinstance(e, Reduced)] == [1, 2]
+    busy.join()
+
+
 class Interrupting(Echo):
     """A signal arrives while it handles an event."""
 
