@@ -32,7 +32,6 @@ from paradis.settings import SharedSettings, settings_from
 from paradis.transport.base import Identity
 from paradis.wire.messages import Failed
 
-
 _SETTLE_S = 5.0
 
 
