@@ -1,7 +1,8 @@
 """Step time of data-parallel training: Paradis, DDP on Gloo, a traditional server, compute only.
 
 A 26 M-parameter MLP computes for real on every worker; the methods take turns of several
-consecutive steps within one launch, so that their ratios come from the same minutes. Loopback.
+consecutive steps within one launch, drained inside the clock, so that their ratios come from the
+same minutes. Loopback.
 Prints JSON.
 """
 
@@ -50,6 +51,7 @@ class Methods:
     def __init__(self, job: dict[str, Any], rank: int) -> None:
         self._x = torch.randn(job["batch"], WIDTHS[0])
         self.steps: dict[str, Step] = {}
+        self.drains: dict[str, Step] = {}
         self.closers: list[Callable[[], None]] = []
         for name in job["methods"]:
             self.steps[name] = getattr(self, f"_{name}")(job, rank)
@@ -81,6 +83,7 @@ class Methods:
         )
         model = build()
         optimizer = paradis.wrap(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+        self.drains["paradis"] = optimizer.wait
         self.closers.append(paradis.close)
         return self._train(model, optimizer.zero_grad, lambda: optimizer.step() and None)
 
@@ -121,6 +124,7 @@ def work(job: dict[str, Any], rank: int) -> None:
             start = time.perf_counter()
             for _ in range(job["steps"]):
                 step()
+            methods.drains.get(name, lambda: None)()
             distributed.barrier()
             if turn >= 0:
                 seconds = time.perf_counter() - start

@@ -42,9 +42,11 @@ def test_alone(preloaded: Preloaded, tmp_path: Path) -> None:
     assert len(result["digests"]) > 130
 
 
-def test_one_worker(start_job: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["none", "layerwise"])
+def test_one_worker(start_job: Start, tmp_path: Path, overlap: str) -> None:
     """One worker and three servers, each a process."""
-    start_job(SCRIPT, str(tmp_path), "some", workers=1, servers=3, settings=SMALL).succeed()
+    settings = {**SMALL, "training.overlap": overlap}
+    start_job(SCRIPT, str(tmp_path), "some", workers=1, servers=3, settings=settings).succeed()
     (result,) = results(tmp_path, 1)
     assert len(result["digests"]) > 40
 
