@@ -51,6 +51,8 @@ class SimWorker(SimNode):
         match effect:
             case fx.Complete():
                 self._complete(effect)
+            case fx.Keep():
+                pass  # the value is what it was
             case fx.Install():
                 data = self.memory.leases[effect.lease].data
                 self.sim.checkers.installing(self, effect, data)
