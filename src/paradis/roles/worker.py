@@ -205,7 +205,7 @@ class WorkerRole(WorkerValues):
         for shard in group.ordered():
             if shard.target == target and shard.sent and not shard.acked and shard.trainable:
                 self._heal_shard(group, shard, box, new_link=new_link)
-        self._pump_box(group, target, box)
+        self._pump_box(group, target)
 
     def _heal_shard(self, group: Group, shard: Shard, box: Outbox, *, new_link: bool) -> None:
         if new_link:

@@ -3,6 +3,7 @@
 Invariants:
 * a shard goes through the window once a step, in admission order; whatever comes after that
   (a revision, a resend, a change of route) goes through the lane;
+* a shard is sent only when backward (or ``step()``) has produced its gradient in this step;
 * before ``step()`` a shard that was sent is not sent again, for its bytes may have moved on: it is
   marked void and pushed again when ``step()`` is called.
 """
@@ -118,7 +119,7 @@ class WorkerPushes:
                 self._make_ready(group, shard)
                 targets[shard.target] = None
         for target in targets:
-            self._pump_box(group, target, self._begin(group, target))
+            self._pump_box(group, target)
 
     def _make_ready(self, group: Group, shard: Shard) -> None:
         """The gradient exists: queue it in the window, or in the lane if its place has passed."""
@@ -200,13 +201,19 @@ class WorkerPushes:
     # ----------------------------------------------------------------- sending
 
     def _pump(self, group: Group) -> None:
-        for (target, index), box in self._boxes.items():
+        for target, index in self._boxes:
             if index == group.index:
-                self._pump_box(group, target, box)
+                self._pump_box(group, target)
 
-    def _pump_box(self, group: Group, target: str, box: Outbox) -> None:
+    def _pump_box(self, group: Group, target: str) -> None:
+        """Send what may go now; an outbox of the step before first becomes one of this step.
+
+        For it may hold shards that the step did not need any more (it was skipped, say), and a late
+        acknowledgement must not send those as gradients of this step.
+        """
         if target not in self._up:
             return
+        box = self._begin(group, target)
         while (entry := box.lane_next()) is not None:
             shard_id, kind = entry
             shard = group.shards[shard_id]
@@ -220,6 +227,7 @@ class WorkerPushes:
             self._send_push(group, group.shards[shard_id], target)
 
     def _send_push(self, group: Group, shard: Shard, target: str) -> None:
+        assert shard.ready, f"shard {shard.plan.shard} has no gradient in step {group.step}"
         shard.sent = True
         push = msg.Push(
             **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
@@ -268,7 +276,7 @@ class WorkerPushes:
                     box.lane_done(ack.shard)
             if ack.credit:
                 box.returned(ack.shard)
-        self._pump_box(group, source, box)
+        self._pump_box(group, source)
 
     def _on_resend(self, group: Group, resend: msg.Resend) -> None:
         shard = group.shards.get(resend.shard)

@@ -63,7 +63,7 @@ class WorkerValues(WorkerPushes):
         box.lane_done(ack.shard, ASSIGN)
         asked = ack.shard in group.assigning
         group.assigning.pop(ack.shard, None)
-        self._pump_box(group, source, box)
+        self._pump_box(group, source)
         if asked and not group.assigning:
             self._out.append(fx.Complete(group.index, "assign"))
 
@@ -124,6 +124,7 @@ class WorkerValues(WorkerPushes):
         group.found_inf |= update.found_inf
         group.shards[update.shard].next_priority = update.priority
         box = self._begin(group, group.shards[update.shard].target)
+        box.settle(update.shard)  # a skipped step may not need what is still to be sent
         box.returned(update.shard)
         box.lane_drop(update.shard)
         if group.waiting:
