@@ -84,20 +84,10 @@ class Bfloat16(Codec):
         array(value, "gradient", value.numel(), self.dtype, torch.bfloat16)
         array(out, "code", self.encoded_bytes(value.numel()), torch.uint8)
         values = value.detach()
-        place = first_non_finite(values)
-        if place is not None:
-            raise refusal(place, {"gradient": values})
+        _check_range(values)
         if values.dtype == torch.bfloat16:
             out.copy_(values.view(torch.uint8))
             return
-        if values.numel() and values.norm(float("inf")).item() >= _BFLOAT16_LIMIT:
-            place = int(values.abs().argmax())
-            raise NonFiniteGradient(
-                f"encoding refused: gradient, element {place}; expected less than "
-                f"{_BFLOAT16_LIMIT:.4g}, which bfloat16 can hold, got {float(values[place])}; "
-                "leave this step out",
-                element=place,
-            )
         room = values.new_empty(min(_PIECE, values.numel()), dtype=torch.bfloat16)
         for start in range(0, values.numel(), _PIECE):
             source = values[start : start + _PIECE]
@@ -124,3 +114,25 @@ class Bfloat16(Codec):
                 part.add_(room[: part.numel()].copy_(source))
             else:
                 part.copy_(source)
+
+
+def _check_range(values: torch.Tensor) -> None:
+    """Refuse numbers that are not finite in bfloat16.
+
+    Raises:
+        NonFiniteGradient: there is one.
+    """
+    if not values.numel():
+        return
+    low, high = (bound.item() for bound in values.aminmax())  # NaN if any element is
+    if low > -_BFLOAT16_LIMIT and high < _BFLOAT16_LIMIT:
+        return
+    place = first_non_finite(values)
+    if place is not None:
+        raise refusal(place, {"gradient": values})
+    place = int(values.abs().argmax())
+    raise NonFiniteGradient(
+        f"encoding refused: gradient, element {place}; expected less than {_BFLOAT16_LIMIT:.4g}, "
+        f"which bfloat16 can hold, got {float(values[place])}; leave this step out",
+        element=place,
+    )
