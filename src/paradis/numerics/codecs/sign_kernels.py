@@ -5,9 +5,9 @@ arrays of a call. Loops walk blocks and, inside, runs that stay in the first-lev
 
 One pass over the memory of a shard: a block's scale is known when it has been read once, and then
 the block is in the cache. What the error memory was is kept aside, because what is not finite may
-turn up in the last block and must leave nothing changed. That costs a tenth of the time; reading
-the whole shard twice instead costs more, for the second reading comes from the third-level cache
-at best.
+turn up in the last block and must leave nothing changed. That takes an eighth of the time; reading
+the whole shard twice instead takes a quarter more, as the second time it comes from the third-level
+cache at best.
 
 Order of a block's sum, the same for every T and machine: a run is filled up with zeros to rows of
 64; four rows at a time ``lane[k] += (|r0[k]| + |r1[k]|) + (|r2[k]| + |r3[k]|)``; the 64 lanes
