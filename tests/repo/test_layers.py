@@ -66,7 +66,9 @@ LAYERS = {
     "config_topology": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "core": Layer(project=GROUND, packages=frozenset({"cityhash"}), forbidden=PURE),
     "numerics": Layer(
-        project=GROUND, packages=frozenset({"torch", "numpy", "xxhash"}), forbidden=CLOCK_AND_IO
+        project=GROUND,
+        packages=words("torch numpy xxhash numba llvmlite"),
+        forbidden=CLOCK_AND_IO,
     ),
     "wire": Layer(
         project=GROUND,

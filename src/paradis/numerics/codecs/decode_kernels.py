@@ -1,0 +1,115 @@
+"""Loops that decode signs: alone, added, averaged over workers, or as a step of the optimizer.
+
+Legend: N elements; B elements of a block, which has one scale; W workers; T is float32 or float64,
+the same for all floating arrays of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paradis.numerics.codecs.compiled import compiled, inlined
+from paradis.numerics.codecs.run_kernels import RUN, Array, add, borrowed, clear_masked, spread
+
+
+@compiled
+def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, adding: bool) -> None:
+    """Write or add the decoded signs.
+
+    Args:
+        bits: (ceil(N / 8),) uint8.
+        scales: (blocks,) T.
+        block: elements of a block.
+        mask: bits, 1 = real element, or absent; others are decoded as 0.
+        total: (N,) T; written in place.
+        adding: whether to add instead of replacing.
+    """
+    bits, scales = borrowed(bits), borrowed(scales)
+    mask, total = borrowed(mask), borrowed(total)
+    c = np.empty(RUN, total.dtype)
+    for index in range(scales.size):
+        start, stop = index * block, min(index * block + block, total.size)
+        for at in range(start, stop, RUN):
+            target = total[at : min(at + RUN, stop)]
+            if not adding:
+                spread(target, at, bits, scales[index])
+                clear_masked(target, at, mask)
+            elif not mask.size:
+                add(target, at, bits, scales[index])
+            else:
+                one = c[: target.size]
+                spread(one, at, bits, scales[index])
+                clear_masked(one, at, mask)
+                for k in range(target.size):
+                    target[k] += one[k]
+
+
+@compiled
+def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> None:
+    """Write the mean of W decoded codes, added in the order of their rows, then divided.
+
+    Args:
+        bits: (W, ceil(N / 8)) uint8.
+        scales: (W, blocks) T.
+        block: elements of a block.
+        mask: bits, 1 = real element, or absent.
+        total: (N,) T; overwritten.
+    """
+    bits, scales = borrowed(bits), borrowed(scales)
+    mask, total = borrowed(mask), borrowed(total)
+    workers = total.dtype.type(bits.shape[0])
+    for index in range(scales.shape[1]):
+        start, stop = index * block, min(index * block + block, total.size)
+        for at in range(start, stop, RUN):
+            target = total[at : min(at + RUN, stop)]
+            spread(target, at, bits[0], scales[0, index])
+            for worker in range(1, bits.shape[0]):
+                add(target, at, bits[worker], scales[worker, index])
+            for k in range(target.size):
+                target[k] /= workers
+            clear_masked(target, at, mask)
+
+
+@inlined
+def _move(x: Array, m: Array, inverse: Array, at: int, rate: Any, decay: Any) -> None:
+    """Do ``x -= rate * ((m * inverse) + (decay * x))``, or without ``inverse``."""
+    if inverse.size:
+        i = inverse[at : at + x.size]
+        for k in range(x.size):
+            x[k] = x[k] - rate * (m[k] * i[k] + decay * x[k])
+    else:
+        for k in range(x.size):
+            x[k] = x[k] - rate * (m[k] + decay * x[k])
+
+
+@compiled
+def step(bits: Array, scales: Array, block: int, value: Array, inverse: Array, rates: Any) -> None:
+    """Move values along decoded signs, see `_move`.
+
+    Args:
+        bits: (ceil(N / 8),) uint8.
+        scales: (blocks,) T.
+        block: elements of a block.
+        value: (N,) T; updated in place.
+        inverse: (N,) T, or absent for 1.
+        rates: (learning rate, weight decay), of T.
+    """
+    bits, scales = borrowed(bits), borrowed(scales)
+    value, inverse = borrowed(value), borrowed(inverse)
+    m = np.empty(RUN, value.dtype)
+    rate, decay = rates
+    for index in range(scales.size):
+        start, stop = index * block, min(index * block + block, value.size)
+        for at in range(start, stop, RUN):
+            x = value[at : min(at + RUN, stop)]
+            spread(m[: x.size], at, bits, scales[index])
+            _move(x, m, inverse, at, rate, decay)
+
+
+@compiled
+def step_dense(m: Array, value: Array, inverse: Array, rates: Any) -> None:
+    """Move values along a momentum that is given element by element, see `step`."""
+    rate, decay = rates
+    _move(value, m, inverse, 0, rate, decay)
