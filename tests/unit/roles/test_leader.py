@@ -121,6 +121,53 @@ def test_free_name_is_the_lowest(leader: Leader) -> None:
     assert leader.role.free_name("worker") == "worker-2"
 
 
+def test_colocated_servers_are_named_after_their_workers() -> None:
+    role = with_colocated(Leader(workers=2), dedicated=1).role
+    request = msg.Join(node="", role="server", host="h", pid=1)
+
+    def beside(rank: int) -> NodeId:
+        return role.name_of(msgspec.structs.replace(request, beside=rank))
+
+    assert [beside(0), beside(1)] == ["server-1", "server-2"]
+    assert role.name_of(request) == "server-0"
+    role.handle(ev.Received(NodeId("server-0"), msgspec.structs.replace(request, node="server-0")), 0)
+    refused = role.refusal(msgspec.structs.replace(request, node=role.name_of(request)))
+    assert "the job has 3 servers, the last 2 with --beside RANK each" in refused
+
+
+def test_a_server_beside_a_worker_needs_a_job_that_has_them(leader: Leader) -> None:
+    request = msg.Join(node="server-1", role="server", host="h", pid=1, beside=0)
+    assert "no co-located servers" in leader.role.refusal(request)
+
+
+def test_a_plan_gives_colocated_servers_their_smaller_shares() -> None:
+    leader = with_colocated(Leader(workers=4), dedicated=2)
+    for rank in range(4):
+        leader.join(f"worker-{rank}")
+    for i in range(6):
+        leader.join(f"server-{i}")
+    leader.join("dispatcher-0")
+    for rank in range(4):
+        leader.got(f"worker-{rank}", register(rank, shape=(1 << 22,)))
+    (plan,) = leader.role.plans.values()
+    held = [sum(s.length for s in plan.shards if s.server == f"server-{i}") for i in range(6)]
+    shares = [each / (1 << 22) for each in held]
+    assert shares == pytest.approx([0.3, 0.3, 0.1, 0.1, 0.1, 0.1], abs=0.02)
+
+
+def test_a_colocated_server_away_from_its_worker_is_announced() -> None:
+    leader = with_colocated(Leader(workers=2), dedicated=0)
+    leader.join("dispatcher-0")
+    leader.join("agent-h")
+    leader.join("server-0")
+    leader.join("server-1")
+    leader.got("server-1", msg.Leave(node="worker-9"))
+    leader.join("worker-0")
+    leader.got("worker-1", msg.Join(node="worker-1", role="worker", host="far", pid=1))
+    (announced,) = leader.sent(msg.Announcement, "agent-h")
+    assert "not beside their workers: server-1 on h, worker-1 on far" in announced.text
+
+
 def test_join_timeout_names_who_is_missing() -> None:
     leader = Leader()
     leader.join("worker-0")
