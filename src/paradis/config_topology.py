@@ -194,15 +194,22 @@ class TopologyConfig:
         return self.servers + (self.workers if self.colocated else 0)
 
     def _check_servers(self) -> None:
+        expected = ""
         if self.all_servers == 0:
-            _refuse("servers", 0, "at least 1 without topology.colocated")
-        if self.colocated and self.workers == 1 and self.servers:
-            _refuse("servers", self.servers, "0 with topology.colocated and one worker: the server "
-                    "beside it owns everything and nothing has to travel")  # fmt: skip
-        if self.colocated and self.servers >= self.workers:
-            _refuse("servers", self.servers, f"fewer than topology.workers = {self.workers} with "
-                    "topology.colocated: from there on dedicated servers alone are already optimal "
-                    "and co-located ones would own nothing")  # fmt: skip
+            expected = "at least 1 without topology.colocated"
+        elif self.colocated and self.workers == 1 and self.servers:
+            expected = (
+                "0 with topology.colocated and one worker: the server beside it owns everything "
+                "and nothing has to travel"
+            )
+        elif self.colocated and self.servers >= self.workers:
+            expected = (
+                f"fewer than topology.workers = {self.workers} with topology.colocated: from there "
+                "on dedicated servers alone are already optimal and co-located ones would own "
+                "nothing"
+            )
+        if expected:
+            _refuse("servers", self.servers, expected, "colocated")
 
     def _check_counts(self) -> None:
         racks = {node.rack for node in self.disp_nodes}
@@ -249,10 +256,11 @@ class TopologyConfig:
             _refuse("reduction_groups", _show_reduction(groups), expected)
 
 
-def _refuse(name: str, got: object, expected: str) -> None:
+def _refuse(name: str, got: object, expected: str, *also: str) -> None:
+    keys = (name.partition(".")[0], *also)
     raise ConfigError(
         f"config refused: topology.{name} = {got}; expected {expected}; correct one of them",
-        keys=(f"topology.{name.partition('.')[0]}",),
+        keys=tuple(f"topology.{each}" for each in keys),
     )
 
 

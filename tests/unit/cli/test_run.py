@@ -99,14 +99,20 @@ def test_colocated_servers_follow_the_dedicated_ones_in_the_racks_of_their_worke
     request = parse(["--servers", "2", "--colocated", "--workers", "4", "t.py"])
     assert request.overrides["topology.colocated"] == "true"
     assert "--colocated" in resume_command(request, "c")
-    made = plan({**request.overrides, "topology.racks": "2", "topology.ps_nodes": "[::1:1, ::1:2]"})
+    made = plan(
+        {
+            **request.overrides,
+            "topology.racks": "2",
+            "topology.ps_nodes": "[127.0.0.1:1, 127.0.0.1:2]",
+        }
+    )
     assert made.config.topology.all_servers == 6
     servers = [server_command(made, i, "h:1") for i in range(6)]
     assert [command.name for command in servers] == [f"server-{i}" for i in range(6)]
     racks = [option(command.argv, "--rack") for command in servers]
     assert racks == ["rack-0", "rack-1", "rack-0", "rack-0", "rack-1", "rack-1"]
     listen = [option(command.argv, "--listen") for command in servers]
-    assert listen == ["[::1]:1", "[::1]:2", *["127.0.0.1"] * 4]
+    assert listen == ["127.0.0.1:1", "127.0.0.1:2", *["127.0.0.1"] * 4]
     leader = dispatcher_command(made, 0, "").argv
     assert "--colocated" in leader and option(leader, "--servers") == "2"
     assert "--colocated" not in dispatcher_command(plan({}), 0, "").argv
