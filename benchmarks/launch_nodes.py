@@ -12,48 +12,64 @@ _DEADLINE_S = 60.0
 _PARADIS = ("-m", "paradis.cli.main")
 
 
+def start_node(
+    directory: Path, name: str, role: str, *arguments: str, program: tuple[str, ...] = _PARADIS
+) -> subprocess.Popen[bytes]:
+    """Start a server or dispatcher of the job in ``directory``; its log is named after it."""
+    command = [
+        sys.executable, *program, role, "--token-file", str(directory / "token"),
+        "--run-dir", str(directory), *arguments,
+    ]  # fmt: skip
+    with (directory / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def end_node(child: subprocess.Popen[bytes]) -> None:
+    """Wait for a node to end by itself, then end it."""
+    try:
+        child.wait(10.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
 class Nodes:
     """One dispatcher and some servers as processes of this host.
 
     Args:
         directory: where token, address, logs and metadata go; must exist.
+        servers: dedicated servers of the job.
         settings: ``section.key=value`` texts for the leader.
         server: what runs a server: arguments of the interpreter.
+        host: address of this host, where the nodes listen.
+        elsewhere: somebody else starts the servers, with `start_node`.
     """
 
     def __init__(
         self, directory: Path, *, workers: int, servers: int, settings: tuple[str, ...] = (),
-        server: tuple[str, ...] = _PARADIS,
+        server: tuple[str, ...] = _PARADIS, host: str = "127.0.0.1", elsewhere: bool = False,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.token_file = directory / "token"
         self.token_file.write_text(secrets.token_hex(16), encoding="ascii")
         self.token_file.chmod(0o600)
-        self._children: list[subprocess.Popen[bytes]] = []
         sets = [part for text in settings for part in ("--set", text)]
         address_file = directory / "leader.address"
-        self._start(
-            _PARADIS, "dispatcher", "--workers", str(workers), "--servers", str(servers),
-            "--address-file", str(address_file), *sets,
+        leader = start_node(
+            directory, "dispatcher-0", "dispatcher", "--workers", str(workers),
+            "--servers", str(servers), "--address-file", str(address_file),
+            "--control-address", f"{host}:0", "--listen", host, *sets,
         )  # fmt: skip
-        self.address = _wait_for(address_file)
+        self._children = [leader]
+        self.address = wait_for(address_file)
         self.servers = [
-            self._start(server, "server", "--index", str(i), "--dispatchers", self.address)
-            for i in range(servers)
-        ]
-
-    def _start(
-        self, program: tuple[str, ...], role: str, *arguments: str
-    ) -> subprocess.Popen[bytes]:
-        log = (self.directory / f"{role}-{len(self._children)}.log").open("wb")
-        command = [
-            sys.executable, *program, role, "--token-file", str(self.token_file),
-            "--run-dir", str(self.directory), *arguments,
+            start_node(
+                directory, f"server-{i}", "server", "--index", str(i), "--listen", host,
+                "--dispatchers", self.address, program=server,
+            )
+            for i in range(0 if elsewhere else servers)
         ]  # fmt: skip
-        child = subprocess.Popen(command, stdout=log, stderr=log)
-        log.close()
-        self._children.append(child)
-        return child
+        self._children += self.servers
 
     def environment(self, rank: int, workers: int) -> dict[str, str]:
         """Return what a worker needs in its environment to join."""
@@ -67,17 +83,14 @@ class Nodes:
     def close(self) -> None:
         """Wait for the nodes to end by themselves, then end them."""
         for child in self._children:
-            try:
-                child.wait(10.0)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            end_node(child)
 
 
-def _wait_for(path: Path) -> str:
+def wait_for(path: Path) -> str:
+    """Return the text of a file as soon as there is one."""
     deadline = time.monotonic() + _DEADLINE_S
     while time.monotonic() < deadline:
         if path.exists():
             return path.read_text(encoding="ascii").strip()
         time.sleep(0.05)
-    raise TimeoutError(f"no leader wrote {path} within {_DEADLINE_S:.0f} s; see its log there")
+    raise TimeoutError(f"nobody wrote {path} within {_DEADLINE_S:.0f} s; see the logs there")

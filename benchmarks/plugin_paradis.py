@@ -1,32 +1,42 @@
-"""Paradis as a plug-in of a training benchmark: ``wrap(cfg, rank, module)``.
+"""Paradis as a plug-in of a training benchmark: ``wrap(cfg, rank, module)`` and ``serve(cfg, i)``.
 
-Rank 0 starts a leader and two servers; the other ranks find them through a directory named after
-the parent process. PARADIS_BENCH_SERVERS changes the number of servers.
+Rank 0 starts a leader; everybody else finds it through a directory named after the parent process.
+A benchmark that calls ``serve`` has its ``cfg["servers"]``, (host, port) each, as dedicated
+servers, each on the host where it is called; where there are none, rank 0 starts
+PARADIS_BENCH_SERVERS (2) servers of its own. With PARADIS_BENCH_COLOCATED=1 every worker also
+starts the co-located server beside it, on its host: ``cfg["servers"]`` may be empty then.
+PARADIS_BENCH_SET holds further settings, ``section.key=value``, separated by blanks.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import paradis
+from paradis.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_nodes import Nodes  # a benchmark may load this file from anywhere
+from launch_nodes import Nodes, end_node, start_node, wait_for  # this file is loaded from anywhere
 
 
 class Method:
     """One wrapped model in the benchmark's terms."""
 
-    def __init__(self, optimizer: Any, nodes: Nodes | None) -> None:
+    def __init__(
+        self, optimizer: Any, nodes: Nodes | None, beside: subprocess.Popen[bytes] | None
+    ) -> None:
         self._optimizer = optimizer
         self._nodes = nodes
+        self._beside = beside
 
     def zero_grad(self) -> None:
         """Clear gradients."""
@@ -41,33 +51,77 @@ class Method:
         self._optimizer.wait()
 
     def close(self) -> None:
-        """Leave the job; rank 0 ends the nodes."""
+        """Leave the job; what was started here ends with it."""
         paradis.close()
+        if self._beside is not None:
+            end_node(self._beside)
         if self._nodes is not None:
             self._nodes.close()
 
 
 def wrap(cfg: dict[str, Any], rank: int, module: torch.nn.Module) -> Method:
-    """Join (and on rank 0 start) the nodes, wrap the module with SGD."""
+    """Join (and on rank 0 start) the job, wrap the module with SGD."""
     workers = torch.distributed.get_world_size()
-    servers = int(os.environ.get("PARADIS_BENCH_SERVERS", "2"))
-    directory = Path(tempfile.gettempdir()) / f"paradis-bench-{os.getppid()}"
-    nodes: Nodes | None = None
-    ready = directory / "ready"
-    if rank == 0:
-        directory.mkdir()
-        settings = tuple(os.environ.get("PARADIS_BENCH_SET", "").split())
-        nodes = Nodes(directory, workers=workers, servers=servers, settings=settings)
-        os.environ.update(nodes.environment(rank, workers))
-        ready.touch()
-    else:
-        while not ready.exists():
-            time.sleep(0.05)
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(workers),
-            PARADIS_DISPATCHERS=(directory / "leader.address").read_text().strip(),
-            PARADIS_TOKEN_FILE=str(directory / "token"),
-        )
+    colocated = os.environ.get("PARADIS_BENCH_COLOCATED") == "1"
+    directory, host = _directory(), _own_address()
+    nodes = _lead(cfg, workers, host, colocated=colocated) if rank == 0 else None
+    address = wait_for(directory / "ready")
+    beside = None
+    if colocated:
+        beside = start_node(
+            directory, f"server-beside-{rank}", "server", "--beside", str(rank),
+            "--listen", host, "--dispatchers", address,
+        )  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(workers),
+        PARADIS_DISPATCHERS=address,
+        PARADIS_TOKEN_FILE=str(directory / "token"),
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    return Method(paradis.wrap(module, optimizer), nodes)
+    return Method(paradis.wrap(module, optimizer), nodes, beside)
+
+
+def serve(cfg: dict[str, Any], index: int) -> dict[str, Any]:
+    """Run a dedicated server in this process until the job ends."""
+    directory = _directory()
+    address = wait_for(directory / "ready")
+    code = main([
+        "server", "--index", str(index), "--listen", cfg["servers"][index][0],
+        "--dispatchers", address, "--token-file", str(directory / "token"),
+        "--run-dir", str(directory),
+    ])  # fmt: skip
+    if code:
+        raise SystemExit(code)
+    return {}
+
+
+def _lead(cfg: dict[str, Any], workers: int, host: str, *, colocated: bool) -> Nodes:
+    directory = _directory()
+    directory.mkdir()
+    settings = tuple(os.environ.get("PARADIS_BENCH_SET", "").split())
+    served = len(cfg.get("servers", ()))
+    elsewhere = served > 0 or colocated
+    own = int(os.environ.get("PARADIS_BENCH_SERVERS", "2"))
+    if colocated:
+        settings = (*settings, "topology.colocated=true")
+    nodes = Nodes(
+        directory, workers=workers, servers=served if elsewhere else own,
+        settings=settings, host=host, elsewhere=elsewhere,
+    )  # fmt: skip
+    ready = directory / "ready.part"
+    ready.write_text(nodes.address, encoding="ascii")
+    ready.rename(directory / "ready")
+    return nodes
+
+
+def _directory() -> Path:
+    """Return where the job's files are, the same for all processes of one benchmark."""
+    return Path(tempfile.gettempdir()) / f"paradis-bench-{os.getppid()}"
+
+
+def _own_address() -> str:
+    """Return this host's address on the network that the benchmark uses."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    families = {each.family: each.address for each in psutil.net_if_addrs()[device]}
+    return families[socket.AF_INET]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from paradis.config_keys import (
     ADDRESSES,
+    BOOL,
     COUNT,
     Kind,
     check_values,
@@ -131,8 +132,15 @@ class TopologyConfig:
     servers: int = key(
         1,
         COUNT,
-        "Server processes, among which parameters are spread. 1 is enough for one host.",
-        least=1,
+        "Server processes, among which parameters are spread. 1 is enough for one host, 0 where "
+        "topology.colocated starts others.",
+    )
+    colocated: bool = key(
+        False,
+        BOOL,
+        "One more server beside each worker, on its host; topology.servers are dedicated ones. "
+        "Each kind's share is such that the busiest link is lightest, and load_epsilon is at most "
+        "0.02. Off, as such servers take cores and memory from the workers.",
     )
     dispatchers: int = key(
         1, COUNT, "Dispatcher processes. The first one leads, so there is at least one.", least=1
@@ -146,8 +154,8 @@ class TopologyConfig:
     ps_nodes: tuple[str, ...] = key(
         (),
         ADDRESSES,
-        "Where servers listen, such as [host-a:7000, host-b:7000]. Empty: on this host, with ports "
-        "from the system.",
+        "Where servers listen, co-located ones left out, such as [host-a:7000, host-b:7000]. "
+        "Empty: on this host, with ports from the system.",
     )
     disp_nodes: tuple[DispatcherNode, ...] = key(
         (),
@@ -175,9 +183,33 @@ class TopologyConfig:
             ConfigError: a value or a relation is illegal.
         """
         check_values(self)
+        self._check_servers()
         self._check_counts()
         self._check_groups()
         self._check_reduction()
+
+    @property
+    def all_servers(self) -> int:
+        """Dedicated and co-located servers."""
+        return self.servers + (self.workers if self.colocated else 0)
+
+    def _check_servers(self) -> None:
+        expected = ""
+        if self.all_servers == 0:
+            expected = "at least 1 without topology.colocated"
+        elif self.colocated and self.workers == 1 and self.servers:
+            expected = (
+                "0 with topology.colocated and one worker: the server beside it owns everything "
+                "and nothing has to travel"
+            )
+        elif self.colocated and self.servers >= self.workers:
+            expected = (
+                f"fewer than topology.workers = {self.workers} with topology.colocated: from there "
+                "on dedicated servers alone are already optimal and co-located ones would own "
+                "nothing"
+            )
+        if expected:
+            _refuse("servers", self.servers, expected, "colocated")
 
     def _check_counts(self) -> None:
         racks = {node.rack for node in self.disp_nodes}
@@ -224,10 +256,11 @@ class TopologyConfig:
             _refuse("reduction_groups", _show_reduction(groups), expected)
 
 
-def _refuse(name: str, got: object, expected: str) -> None:
+def _refuse(name: str, got: object, expected: str, *also: str) -> None:
+    keys = (name.partition(".")[0], *also)
     raise ConfigError(
         f"config refused: topology.{name} = {got}; expected {expected}; correct one of them",
-        keys=(f"topology.{name.partition('.')[0]}",),
+        keys=tuple(f"topology.{each}" for each in keys),
     )
 
 

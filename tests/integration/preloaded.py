@@ -260,7 +260,7 @@ class Job:
         topology = config.topology
         for index in range(1, topology.dispatchers):
             self._start(dispatcher_command(plan, index, address))
-        for index in range(topology.servers):
+        for index in range(topology.all_servers):
             self._start(server_command(plan, index, address))
         for rank in range(topology.workers):
             self._start(worker_command(plan, rank, address))

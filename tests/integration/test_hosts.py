@@ -61,14 +61,18 @@ def hosts() -> Iterator[Hosts]:
     made.close()
 
 
-def start_services(cluster: Any, hosts: Hosts) -> tuple[list[Any], dict[str, str]]:
-    """Start leader and server on their hosts; return them and the environment of workers."""
+def start_services(cluster: Any, hosts: Hosts, *colocated: str) -> tuple[list[Any], dict[str, str]]:
+    """Start leader and server on their hosts; return them and the environment of workers.
+
+    ``colocated``: hosts of worker 0, 1, ..., where a server is to stand beside each.
+    """
     token = cluster.directory / "token"
     token.write_text("c" * 64)
     control = f"{hosts.addresses['leader']}:7100"
     leader = cluster.start(
         *("dispatcher", "--token-file", str(token), "--workers", "2", "--servers", "1"),
         *("--control-address", control, "--listen", hosts.addresses["leader"]),
+        *(["--colocated"] if colocated else []),
         prefix=tuple(hosts.on("leader")),
     )
     server = cluster.start(
@@ -76,7 +80,18 @@ def start_services(cluster: Any, hosts: Hosts) -> tuple[list[Any], dict[str, str
         *("--listen", hosts.addresses["server"]),
         prefix=tuple(hosts.on("server")),
     )
-    return [leader, server], {"PARADIS_DISPATCHERS": control, "PARADIS_TOKEN_FILE": str(token)}
+    beside = [
+        cluster.start(
+            *("server", "--dispatchers", control, "--token-file", str(token)),
+            *("--listen", hosts.addresses[role], "--beside", str(rank)),
+            prefix=tuple(hosts.on(role)),
+        )
+        for rank, role in enumerate(colocated)
+    ]
+    return [leader, server, *beside], {
+        "PARADIS_DISPATCHERS": control,
+        "PARADIS_TOKEN_FILE": str(token),
+    }
 
 
 def by_torchrun(cluster: Any, hosts: Hosts, env: dict[str, str]) -> list[Any]:
@@ -108,6 +123,36 @@ def test_nodes_on_their_own_hosts_train_and_end_by_themselves(cluster: Any, host
         cluster.forget()
         cluster.assert_clean()
     assert len({*results[0], *results[1]}) == 1
+
+
+LINKS = """
+def before_step(step, *_):
+    if step == 2:
+        from paradis.frontend.session import current
+        links = current().node.links._links.items()
+        tell("links", rank, *sorted(f"{n}={l.connection._address[:4]}" for n, l in links))
+"""
+
+
+def test_a_colocated_server_is_reached_without_the_network(cluster: Any, hosts: Hosts) -> None:
+    cluster.write()
+    services, env = start_services(cluster, hosts)
+    for running in [*by_hand(cluster, hosts, env), *services]:
+        assert running.end()[0] == 0, running.err
+    expected = cluster.digests(2)
+    cluster.forget()
+    cluster.write(LINKS)
+    services, env = start_services(cluster, hosts, "worker", "other")
+    for running in [*by_hand(cluster, hosts, env), *services]:
+        assert running.end()[0] == 0, running.err
+    assert cluster.digests(2) == expected
+    links = {words[1]: [w for w in words[2:] if w.startswith("server")]
+             for words in cluster.told("links", 2)}  # fmt: skip
+    assert links == {
+        "0": ["server-0=tcp:", "server-1=unix", "server-2=tcp:"],
+        "1": ["server-0=tcp:", "server-1=tcp:", "server-2=unix"],
+    }
+    cluster.assert_clean()
 
 
 def test_a_host_that_vanishes_is_named(cluster: Any, hosts: Hosts) -> None:

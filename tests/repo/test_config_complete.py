@@ -14,7 +14,7 @@ from paradis.settings import SharedSettings
 EXAMPLE = Path(__file__).parents[2] / "examples" / "job.yaml"
 
 KEYS = {
-    "topology": "workers servers dispatchers racks ps_nodes disp_nodes worker_groups "
+    "topology": "workers servers colocated dispatchers racks ps_nodes disp_nodes worker_groups "
     "reduction_groups",
     "communication": "heartbeat_interval failure_timeout rpc_timeout control_interface "
     "data_interface control_address shard_size bucket_size small_tensor contribution_store "

@@ -117,6 +117,10 @@ def _add_server(commands: Subparsers) -> None:
     parser = commands.add_parser("server", help="start one server of a job", allow_abbrev=False)
     _add_node_options(parser)
     parser.add_argument("--index", type=int, default=None, help="default: the next free one")
+    parser.add_argument(
+        "--beside", type=int, default=-1, metavar="RANK",
+        help="in place of --index: the co-located server of this worker, on its host",
+    )  # fmt: skip
     parser.add_argument("--rack", default="", help="rack that this host stands in")
     parser.set_defaults(run=_server)
 
@@ -131,6 +135,7 @@ def _add_dispatcher(commands: Subparsers) -> None:
     parser.add_argument("--racks", default="rack-0", help="all racks in order, by comma")
     for name in ("workers", "servers", "dispatcher-count"):
         parser.add_argument(f"--{name}", type=int, help="default: as the configuration says")
+    parser.add_argument("--colocated", action="store_true", help=run.COLOCATED)
     parser.add_argument("--control-address", default="127.0.0.1:0", metavar="HOST:PORT")
     parser.add_argument("--address-file", type=Path, default=None, help="gets the control address")
     parser.add_argument("--job", default="", help="name of the job, for messages")
@@ -139,10 +144,13 @@ def _add_dispatcher(commands: Subparsers) -> None:
 
 
 def _server(given: argparse.Namespace) -> int:
+    if given.beside >= 0 and given.index is not None:
+        raise ConfigError("a server has --index N or --beside RANK, not both; leave one out")
     arguments = ServerArguments(
         dispatchers=given.dispatchers,
         token_file=given.token_file.absolute(),
         index=given.index,
+        beside=given.beside,
         listen=given.listen,
         rack=given.rack,
         run_directory=given.run_dir.absolute(),
@@ -167,6 +175,8 @@ def _dispatcher(given: argparse.Namespace) -> int:
     for name, count in counts.items():
         if count is not None:
             overrides[f"topology.{name}"] = str(count)
+    if given.colocated:
+        overrides["topology.colocated"] = "true"
     config = load_config(given.config, os.environ, overrides).config
     topology = config.topology
     groups = topology.reduction_groups
@@ -174,7 +184,8 @@ def _dispatcher(given: argparse.Namespace) -> int:
         token_file=given.token_file.absolute(),
         index=given.index,
         workers=topology.workers,
-        servers=topology.servers,
+        servers=topology.all_servers,
+        colocated=topology.colocated,
         dispatchers_count=topology.dispatchers,
         racks=tuple(given.racks.split(",")),
         rack=given.rack,

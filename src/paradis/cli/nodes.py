@@ -80,6 +80,8 @@ def dispatcher_command(plan: JobPlan, index: int, leader: str) -> NodeCommand:
         *("--workers", str(topology.workers), "--servers", str(topology.servers)),
         *("--dispatcher-count", str(topology.dispatchers), "--job", plan.run.job),
     ]
+    if topology.colocated:
+        argv += ["--colocated"]
     if index == 0:
         control = plan.config.communication.control_address or f"{_HERE}:0"
         argv += ["--control-address", control, "--address-file", str(plan.run.address_file)]
@@ -93,10 +95,15 @@ def dispatcher_command(plan: JobPlan, index: int, leader: str) -> NodeCommand:
 
 
 def server_command(plan: JobPlan, index: int, leader: str) -> NodeCommand:
-    """Return the command of a server; servers go round the racks."""
-    nodes = plan.config.topology.ps_nodes
-    listen = _local(nodes[index], f"server {index}") if nodes else _HERE
-    rack = plan.racks[index % len(plan.racks)]
+    """Return the command of a server.
+
+    Dedicated servers go round the racks; those that follow stand beside worker 0, 1, ...
+    """
+    topology = plan.config.topology
+    rank = index - topology.servers
+    listed = bool(topology.ps_nodes) and rank < 0
+    listen = _local(topology.ps_nodes[index], f"server {index}") if listed else _HERE
+    rack = plan.racks[index % len(plan.racks)] if rank < 0 else plan.rack_of_worker(rank)
     argv = [
         *_node_argv(plan, "server", index, listen),
         *("--dispatchers", leader, "--rack", rack),

@@ -32,6 +32,7 @@ from paradis.runtime.rundir import RunDirectory
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+COLOCATED = "one more server beside each worker; --servers then counts dedicated ones, perhaps 0"
 _COUNTS = ("workers", "servers", "dispatchers", "racks")
 
 
@@ -89,7 +90,8 @@ def run_command(argv: Sequence[str]) -> int:
     config = load_config(request.config_file, os.environ, request.overrides).config
     _check_script(request.script)
     launch = config.launch
-    peers = sum(getattr(config.topology, name) for name in ("workers", "servers", "dispatchers"))
+    topology = config.topology
+    peers = topology.workers + topology.all_servers + topology.dispatchers
     descriptors.ensure(descriptors.needed(peers))
     run = RunDirectory.create(Path(launch.run_directory))
     try:
@@ -144,7 +146,7 @@ def _start(agent: HostAgent, plan: JobPlan) -> None:
     topology = plan.config.topology
     for index in range(1, topology.dispatchers):
         agent.start(dispatcher_command(plan, index, address))
-    for index in range(topology.servers):
+    for index in range(topology.all_servers):
         agent.start(server_command(plan, index, address))
     for rank in range(topology.workers):
         agent.start(worker_command(plan, rank, address))
@@ -203,6 +205,8 @@ def parse(argv: Sequence[str]) -> RunRequest:
     for name in _COUNTS:
         if getattr(given, name) is not None:
             overrides[f"topology.{name}"] = str(getattr(given, name))
+    if given.colocated:
+        overrides["topology.colocated"] = "true"
     if given.resume is not None:
         if not given.resume.is_dir():
             raise ConfigError(
@@ -229,6 +233,7 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     for name in _COUNTS:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"number of {name}")
+    parser.add_argument("--colocated", action="store_true", help=COLOCATED)
     parser.add_argument("--resume", type=Path, metavar="DIR", help="checkpoint to start from")
     add_config_options(parser)
     return parser

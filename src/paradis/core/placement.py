@@ -4,12 +4,16 @@ Invariant: the same items, servers and fixed placements give the same decisions 
 they are listed; a fixed placement is kept; a server goes over its cap only by fixed placements or
 by an item for which no server had room, and then the decision is marked ``forced``.
 
+Weights set shares of the bytes; the room above its share is the same number of bytes for every
+server. A byte too many costs a link the same whoever owns it, and room in proportion would let the
+server of the largest share, whose link is the busiest, take the most (`core.colocation`).
+
 Order: largest item first, then by key. Large items find room while there is some and small ones
 fill the gaps, so that loads end well under the cap; the order is a function of the items alone.
 
 Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
 We differ: loads are bytes, not counts, and an item that fits nowhere goes to the server that it
-fills least, since sizes make a perfect packing impossible.
+takes least far above its share, since sizes make a perfect packing impossible.
 
     >>> made = place([Item("a", 8), Item("b", 8)], {"server-0": 1, "server-1": 1})
     >>> sorted(d.server for d in made.values())
@@ -68,8 +72,9 @@ def caps(
 ) -> dict[str, int]:
     """Return the bound of each server's load in bytes, by sorted server name.
 
-    It is ``(1 + epsilon)`` times the server's share of all bytes by weight, and at least the
-    largest item.
+    It is the server's share of all bytes by weight and, for all servers alike, ``epsilon`` mean
+    shares more; or more than that, where the server of the largest weight could not take the
+    largest item otherwise. With equal weights: ``(1 + epsilon)`` shares, at least the largest item.
 
     Raises:
         ConfigError: no server, a weight that is not positive, or a negative ``epsilon``.
@@ -79,12 +84,16 @@ def caps(
         raise ConfigError(f"placement refused: expected epsilon >= 0, got {epsilon}; try 0.1")
     total = sum(item.bytes for item in items)
     largest = max((item.bytes for item in items), default=0)
+    shares = _shares(total, servers)
+    room = max(epsilon * total / len(shares), largest - max(shares.values()))
+    return {server: math.ceil(share + room) for server, share in shares.items()}
+
+
+def _shares(total: int, servers: Mapping[str, float]) -> dict[str, float]:
+    """Return each server's share of ``total`` bytes by weight, by sorted server name."""
     # fsum rounds once, so the sum does not depend on the order of the servers.
     weight_sum = math.fsum(servers.values())
-    return {
-        server: max(largest, math.ceil((1 + epsilon) * servers[server] / weight_sum * total))
-        for server in sorted(servers)
-    }
+    return {server: servers[server] / weight_sum * total for server in sorted(servers)}
 
 
 def place(
@@ -113,6 +122,7 @@ def place(
     _check_items(items, fixed)
     bounds = caps(items, servers, epsilon)
     ring = Ring(servers)
+    shares = _shares(sum(item.bytes for item in items), servers)
     load = dict.fromkeys(bounds, 0)
     made: dict[str, Decision] = {}
     sizes = {item.key: item.bytes for item in items}
@@ -124,7 +134,7 @@ def place(
     for item in sorted(items, key=lambda i: (-i.bytes, i.key)):
         if item.key in made:
             continue
-        decision = _choose(item, ring, load, bounds)
+        decision = _choose(item, ring, load, bounds, shares)
         if item.key in fixed:
             gone = f"{fixed[item.key]} is gone; {decision.reason}"
             decision = Decision(decision.server, gone, decision.forced)
@@ -150,7 +160,13 @@ def _check_items(items: Sequence[Item], fixed: Mapping[str, str]) -> None:
         )
 
 
-def _choose(item: Item, ring: Ring, load: Mapping[str, int], bounds: Mapping[str, int]) -> Decision:
+def _choose(
+    item: Item,
+    ring: Ring,
+    load: Mapping[str, int],
+    bounds: Mapping[str, int],
+    shares: Mapping[str, float],
+) -> Decision:
     home = ""
     # The piece number is part of the shard's key already, so the ring's chunk is always 0.
     for server in ring.owners(encode_key(item.key, 0)):
@@ -163,10 +179,11 @@ def _choose(item: Item, ring: Ring, load: Mapping[str, int], bounds: Mapping[str
                 f"its home {home} holds {load[home]} of {bounds[home]} bytes, no room for "
                 f"{item.bytes}; {server} is the next clockwise with room",
             )
-    least = min(load, key=lambda s: ((load[s] + item.bytes) / ring.weights[s], s))
+    least = min(load, key=lambda s: (load[s] - shares[s], s))
     return Decision(
         least,
-        f"no server has room for {item.bytes} bytes under its cap; {least} is filled least by it",
+        f"no server has room for {item.bytes} bytes under its cap; {least} is then least far above "
+        "its share",
         forced=True,
     )
 

@@ -9,15 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
+from paradis.core.colocation import EPSILON_MAX
 from paradis.core.registration import RegisteredParameter, Registration, compare
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader_views import LeaderConfig, LeaderViews, Member
-from paradis.roles.planning import make_plan
+from paradis.roles.planning import make_plan, weigh_servers
 from paradis.roles.saves import Saves
+from paradis.settings import SharedSettings
 from paradis.wire import messages as msg
 
 __all__ = ["LeaderConfig", "LeaderRole"]
@@ -175,17 +179,25 @@ class LeaderRole(LeaderViews):
     def _plan(self, register: msg.Register) -> None:
         key = (register.group, register.part)
         servers = [str(n) for n in self._of_role("server")]
+        weights = weigh_servers(servers, self.config.servers - self.config.dedicated)
         earlier = [p for (g, _), p in self.plans.items() if g == register.group]
         first = sum(len(p.parameters) for p in earlier)
         placed = [s for p in self.plans.values() for s in p.shards]
         plan = make_plan(
-            register, self.config.settings, servers,
+            register, self._placement_settings(), weights,
             generation=self.generation, first_parameter=first, first_shard=self._next_shard,
             placed=placed,
         )  # fmt: skip  # a plan adds shards to a view: frames in flight stay valid
         self._next_shard += len(plan.shards)
         self.plans[key] = plan
         self._publish(plan)
+
+    def _placement_settings(self) -> SharedSettings:
+        """Unequal shares are there to even out links, so loads keep closer to them."""
+        settings = self.config.settings
+        if not self.config.colocated:
+            return settings
+        return replace(settings, load_epsilon=min(settings.load_epsilon, EPSILON_MAX))
 
     # -------------------------------------------------------------------- ends
 

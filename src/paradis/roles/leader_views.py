@@ -21,6 +21,8 @@ class LeaderConfig:
     """What the job consists of.
 
     Attributes:
+        servers: all of them; dedicated ones come first.
+        colocated: the last ``workers`` of the servers stand beside worker 0, 1, ...
         tree: logical groups of ranks; empty: one group per rack.
         first_generation: last generation and incarnation of an earlier life of this job's store.
     """
@@ -31,9 +33,15 @@ class LeaderConfig:
     dispatchers: int
     settings: SharedSettings
     shared: dict[str, msg.Scalar]
+    colocated: bool = False
     tree: Tree = ()
     first_generation: int = 0
     first_incarnation: int = 0
+
+    @property
+    def dedicated(self) -> int:
+        """Servers that stand beside no worker."""
+        return self.servers - self.workers if self.colocated else self.servers
 
 
 @dataclass(slots=True)
@@ -72,8 +80,13 @@ class LeaderViews:
         if self._over:
             return f"{node} refused: the job is over ({self._over}); start a new one"
         limit = limits.get(join.role)
+        if join.beside >= 0 and not self.config.colocated:
+            return (f"a server beside worker {join.beside} refused: the job has no co-located "
+                    "servers; leave --beside out, or give dispatcher 0 --colocated")  # fmt: skip
         if limit is not None and not 0 <= index_of(node) < limit:
-            return (f"{node} refused: the job has {limit} {join.role}s; "
+            beside = join.role == "server" and self.config.colocated
+            which = f", the last {self.config.workers} with --beside RANK each" if beside else ""
+            return (f"{node} refused: the job has {limit} {join.role}s{which}; "
                     f"expected an index below {limit}; check RANK or --index")  # fmt: skip
         member = self.nodes.get(node)
         if member is not None and role_of(node) != "agent":
@@ -92,6 +105,17 @@ class LeaderViews:
         member = self.nodes.get(node)
         return member is not None and (role_of(node) == "worker" or bool(member.join.addresses))
 
+    def name_of(self, join: msg.Join) -> NodeId:
+        """Return the name of a node that joins: what it asks for, or what is free for its kind."""
+        if join.node:
+            return NodeId(join.node)
+        if join.beside >= 0:
+            return server_id(self.config.dedicated + join.beside)
+        name = self.free_name(join.role)
+        if join.role == "server" and index_of(name) >= self.config.dedicated:
+            return server_id(self.config.servers)  # what is free stands beside a worker: refused
+        return name
+
     def free_name(self, role: str) -> NodeId:
         """Return the lowest free name of a role, for a node that asks for any."""
         index = 0
@@ -104,6 +128,7 @@ class LeaderViews:
 
     def _first_view(self) -> None:
         self._warn_capabilities()
+        self._warn_apart()
         ranks = tuple(range(self.config.workers))
         by_rack: dict[str, list[int]] = {}
         for rank in ranks:
@@ -133,6 +158,18 @@ class LeaderViews:
             parts = "; ".join(f"{', '.join(n)}: {dict(k)}" for k, n in seen.items())
             text = f"servers differ in CPU or torch, so bits may depend on placement: {parts}"
             self._announce("warning", text)
+
+    def _warn_apart(self) -> None:
+        """A co-located server on another host than its worker makes links busier, not lighter."""
+        apart = []
+        for rank in range(self.config.servers - self.config.dedicated):
+            pair = (server_id(self.config.dedicated + rank), worker_id(rank))
+            hosts = [self.nodes[node].join.host for node in pair]
+            if hosts[0] != hosts[1]:
+                apart.append(f"{pair[0]} on {hosts[0]}, {pair[1]} on {hosts[1]}")
+        if apart:
+            text = "; ".join(apart[:4])
+            self._announce("warning", f"co-located servers are not beside their workers: {text}")
 
     # ------------------------------------------------------------- publishing
 

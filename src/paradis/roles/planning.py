@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from paradis.core.colocation import split
 from paradis.core.layout import LayoutConfig, ParameterInfo, build, element_bytes
 from paradis.core.placement import Item, place
 from paradis.settings import SharedSettings
 from paradis.wire import messages as msg
 
 
+def weigh_servers(servers: Sequence[str], beside: int) -> dict[str, float]:
+    """Return the weight in placement of each server; their mean is 1.
+
+    Args:
+        servers: names, the dedicated ones first.
+        beside: how many of them are co-located, one with each worker; 0: all weigh the same.
+
+    Raises:
+        ConfigError: there are so many dedicated servers that co-located ones would own nothing.
+    """
+    if not beside:
+        return dict.fromkeys(servers, 1.0)
+    dedicated = len(servers) - beside
+    shares = split(beside, dedicated)
+    # A server of weight 1 has the usual number of points on the ring.
+    weights = (len(servers) * shares.dedicated, len(servers) * shares.colocated)
+    return {name: weights[i >= dedicated] for i, name in enumerate(servers)}
+
+
 def make_plan(
     register: msg.Register,
     settings: SharedSettings,
-    servers: Sequence[str],
+    servers: Mapping[str, float],
     *,
     generation: int,
     first_parameter: int,
@@ -25,7 +45,7 @@ def make_plan(
 
     Args:
         register: what the workers agreed on.
-        servers: names of the servers, equal weights.
+        servers: name -> weight of every server.
         first_parameter: index of the part's first parameter within the group.
         first_shard: number of the part's first shard.
         placed: shards placed before, which count as load.
@@ -46,7 +66,7 @@ def make_plan(
     items += [Item(k, s.length * element_bytes(s.dtype)) for k, s in before.items()]
     decisions = place(
         items,
-        dict.fromkeys(servers, 1.0),
+        servers,
         settings.load_epsilon,
         fixed={k: s.server for k, s in before.items()},
     )

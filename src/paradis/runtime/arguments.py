@@ -16,6 +16,7 @@ class ServerArguments:
         dispatchers: control address of the leader, ``host:port``.
         token_file: file that holds the job's token.
         index: wanted index; None asks the leader for the next free one.
+        beside: rank of the worker whose co-located server this is, in place of an index; -1: none.
         listen: ``host`` or ``host:port`` of the data plane; a bare host takes a free port.
         rack: rack this server stands in; empty when unknown.
         run_directory: where logs, sockets and checkpoints of this run go, absolute.
@@ -24,6 +25,7 @@ class ServerArguments:
     dispatchers: str
     token_file: Path
     index: int | None = None
+    beside: int = -1
     listen: str = "127.0.0.1"
     rack: str = ""
     run_directory: Path = Path()
@@ -37,7 +39,8 @@ class DispatcherArguments:
         token_file: file that holds the job's token.
         index: 0 for the leader.
         workers: workers of the job.
-        servers: servers of the job.
+        servers: servers of the job, co-located ones included.
+        colocated: one of the servers stands beside each worker.
         dispatchers_count: dispatchers of the job.
         racks: names of the job's racks, in order.
         rack: rack whose agent this dispatcher is.
@@ -55,6 +58,7 @@ class DispatcherArguments:
     index: int = 0
     workers: int = 1
     servers: int = 1
+    colocated: bool = False
     dispatchers_count: int = 1
     racks: tuple[str, ...] = ("rack-0",)
     rack: str = "rack-0"

@@ -110,8 +110,8 @@ class LeaderStream:
         self._client.close()
 
 
-def make_join(role: str, index: int | None, *, rack: str) -> Join:
-    """Return the request of this process to join."""
+def make_join(role: str, index: int | None, *, rack: str, beside: int = -1) -> Join:
+    """Return the request of this process to join; ``beside``: the worker of a co-located server."""
     node = "" if index is None else f"{role}-{index}"
     return Join(
         node=node,
@@ -119,6 +119,7 @@ def make_join(role: str, index: int | None, *, rack: str) -> Join:
         host=socket.gethostname(),
         pid=os.getpid(),
         rack=rack,
+        beside=beside,
         capability=capability(),
     )
 

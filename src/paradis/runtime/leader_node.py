@@ -112,7 +112,7 @@ class LeaderNode:
                 raise RemoteProtocolError(
                     f"{session.peer} refused: expected Join first, got {type(message).__name__}"
                 )
-            node = NodeId(message.node) if message.node else self.role.free_name(message.role)
+            node = self.role.name_of(message)
             refusal = self.role.refusal(_named(message, node))
             if refusal:
                 session.send(Refused(error=JoinRefused.__name__, text=refusal))

@@ -128,6 +128,13 @@ def make_server(
     )
 
 
+def _server_name(arguments: ServerArguments) -> str:
+    """Return what a server is called until the leader has named it."""
+    if arguments.beside >= 0:
+        return f"server-beside-worker-{arguments.beside}"
+    return f"server-{'?' if arguments.index is None else arguments.index}"
+
+
 def run_server(arguments: ServerArguments) -> int:
     """Run one server until the job ends; return the exit status.
 
@@ -136,11 +143,11 @@ def run_server(arguments: ServerArguments) -> int:
     """
     require_assertions()
     signals = _Signals()
-    start_logging(f"server-{'?' if arguments.index is None else arguments.index}")
+    start_logging(_server_name(arguments))
     token = read_token(arguments.token_file)
     stream = LeaderStream(arguments.dispatchers, token)
     welcome = stream.join(
-        make_join("server", arguments.index, rack=arguments.rack),
+        make_join("server", arguments.index, rack=arguments.rack, beside=arguments.beside),
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         welcome_timeout_s=_CONNECT_TIMEOUT_S,
     )
@@ -294,6 +301,7 @@ def leader_config(
     shared: dict[str, Scalar],
     *,
     counts: tuple[int, int, int],
+    colocated: bool = False,
     tree: tuple[tuple[int, ...], ...] = (),
     job: str = "",
     earlier: tuple[int, int] = (0, 0),
@@ -302,6 +310,7 @@ def leader_config(
 
     Args:
         counts: workers, servers, dispatchers.
+        colocated: the last of the servers stand beside the workers.
         earlier: last generation and incarnation of an earlier life.
     """
     if tree:
@@ -313,6 +322,7 @@ def leader_config(
         dispatchers=counts[2],
         settings=settings,
         shared=shared,
+        colocated=colocated,
         tree=tree,
         first_generation=earlier[0],
         first_incarnation=earlier[1],
@@ -336,7 +346,8 @@ def _lead(
         leader_config(
             settings, shared,
             counts=(arguments.workers, arguments.servers, arguments.dispatchers_count),
-            tree=arguments.tree, job=arguments.job, earlier=(earlier[0], earlier[1]),
+            colocated=arguments.colocated, tree=arguments.tree, job=arguments.job,
+            earlier=(earlier[0], earlier[1]),
         ),
         store,
     )  # fmt: skip

@@ -260,6 +260,7 @@ class Join(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         node: wanted name; an empty name asks for the next free one of ``role``.
+        beside: of a co-located server without a name: the rank of its worker; -1 of all others.
         addresses: data-plane addresses the node listens on (servers, dispatchers).
         capability: CPU capability, threads and torch version, compared among servers.
     """
@@ -269,6 +270,7 @@ class Join(ControlMessage, frozen=True, kw_only=True):
     host: str
     pid: int
     rack: str = ""
+    beside: int = -1
     addresses: tuple[str, ...] = ()
     capability: dict[str, str] = {}
 

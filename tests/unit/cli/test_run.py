@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paradis.cli.main import main
 from paradis.cli.nodes import JobPlan, dispatcher_command, server_command, worker_command
 from paradis.cli.run import parse, resume_command
 from paradis.config import load_config
@@ -92,6 +93,47 @@ def test_the_leader_gets_no_leader_and_others_do() -> None:
     assert option(server, "--dispatchers") == "h:1"
     assert option(leader, "--set") == "topology.dispatchers=2"
     assert "--set" not in server and "--set" not in other
+
+
+def test_colocated_servers_follow_the_dedicated_ones_in_the_racks_of_their_workers() -> None:
+    request = parse(["--servers", "2", "--colocated", "--workers", "4", "t.py"])
+    assert request.overrides["topology.colocated"] == "true"
+    assert "--colocated" in resume_command(request, "c")
+    made = plan(
+        {
+            **request.overrides,
+            "topology.racks": "2",
+            "topology.ps_nodes": "[127.0.0.1:1, 127.0.0.1:2]",
+        }
+    )
+    assert made.config.topology.all_servers == 6
+    servers = [server_command(made, i, "h:1") for i in range(6)]
+    assert [command.name for command in servers] == [f"server-{i}" for i in range(6)]
+    racks = [option(command.argv, "--rack") for command in servers]
+    assert racks == ["rack-0", "rack-1", "rack-0", "rack-0", "rack-1", "rack-1"]
+    listen = [option(command.argv, "--listen") for command in servers]
+    assert listen == ["127.0.0.1:1", "127.0.0.1:2", *["127.0.0.1"] * 4]
+    leader = dispatcher_command(made, 0, "").argv
+    assert "--colocated" in leader and option(leader, "--servers") == "2"
+    assert "--colocated" not in dispatcher_command(plan({}), 0, "").argv
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "text"), [(2, 2, "alone are already optimal"), (1, 1, "has to travel")]
+)
+def test_colocated_servers_that_would_own_nothing_are_refused(
+    workers: int, servers: int, text: str
+) -> None:
+    counts = ["--workers", str(workers), "--servers", str(servers)]
+    request = parse([*counts, "--colocated", "t.py"])
+    with pytest.raises(ConfigError, match=f"topology.servers = {servers}.*{text}"):
+        load_config(None, {}, request.overrides)
+
+
+def test_a_server_is_named_by_index_or_by_its_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["server", "--token-file", "x", "--dispatchers", "h:1", "--index", "1", "--beside", "0"]
+    assert main(words) == 2
+    assert "--index N or --beside RANK, not both" in capsys.readouterr().err
 
 
 def test_nodes_of_other_hosts_are_refused_by_address() -> None:

@@ -10,8 +10,23 @@ TWO = {"server-0": 1.0, "server-1": 1.0}
 
 def test_cap_is_share_of_bytes_and_at_least_the_largest_item() -> None:
     items = [Item("a", 10), Item("b", 30)]
-    assert caps(items, {"s": 3, "t": 1}) == {"s": 33, "t": 30}
+    assert caps(items, TWO) == {"server-0": 30, "server-1": 30}
+    assert caps([Item("a", 50), Item("b", 50)], TWO) == {"server-0": 55, "server-1": 55}
     assert caps([], TWO) == {"server-0": 0, "server-1": 0}
+
+
+def test_room_above_the_share_is_the_same_for_all_weights() -> None:
+    items = [Item("a", 10), Item("b", 30)]
+    assert caps(items, {"s": 3, "t": 1}) == {"s": 32, "t": 12}
+    assert caps(items, {"s": 5, "t": 5, "u": 10}) == {"s": 20, "t": 20, "u": 30}
+
+
+def test_what_fits_nowhere_goes_where_the_share_is_passed_least() -> None:
+    items = [Item(f"k{i}", 10) for i in range(5)]
+    weights = {"s": 3.2, "t": 1.0}  # shares of 38.1 and 11.9 bytes
+    made = place(items, weights, epsilon=0.0)
+    assert loads(items, made, weights) == {"s": 40, "t": 10}
+    assert sum(d.forced for d in made.values()) == 1
 
 
 def test_overflow_goes_to_the_next_with_room_and_says_so() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from paradis.ids import NodeId
@@ -78,6 +79,14 @@ def register(rank: int, shape: tuple[int, ...] = (4,), step: int = 0) -> msg.Reg
                         options=[{"lr": 0.1}], step=step)  # fmt: skip
 
 
+def colocated(workers: int, dedicated: int, **settings: Any) -> Leader:
+    """Return the leader of a job with a server beside each worker; nobody has joined."""
+    leader = Leader(workers, **settings)
+    config = replace(leader.role.config, servers=dedicated + workers, colocated=True)
+    leader.role = LeaderRole(config)
+    return leader
+
+
 @pytest.fixture
 def leader() -> Leader:
     """A job of two workers that has started."""
@@ -119,6 +128,53 @@ def test_join_is_refused_with_the_reason(leader: Leader, node: str, text: str) -
 
 def test_free_name_is_the_lowest(leader: Leader) -> None:
     assert leader.role.free_name("worker") == "worker-2"
+
+
+def test_colocated_servers_are_named_after_their_workers() -> None:
+    role = colocated(workers=2, dedicated=1).role
+    request = msg.Join(node="", role="server", host="h", pid=1)
+
+    def beside(rank: int) -> NodeId:
+        return role.name_of(msgspec.structs.replace(request, beside=rank))
+
+    assert [beside(0), beside(1)] == ["server-1", "server-2"]
+    assert role.name_of(request) == "server-0"
+    first = msgspec.structs.replace(request, node="server-0")
+    role.handle(ev.Received(NodeId("server-0"), first), 0)
+    refused = role.refusal(msgspec.structs.replace(request, node=role.name_of(request)))
+    assert "the job has 3 servers, the last 2 with --beside RANK each" in refused
+
+
+def test_a_server_beside_a_worker_needs_a_job_that_has_them(leader: Leader) -> None:
+    request = msg.Join(node="server-1", role="server", host="h", pid=1, beside=0)
+    assert "no co-located servers" in leader.role.refusal(request)
+
+
+def test_a_plan_gives_colocated_servers_their_smaller_shares() -> None:
+    leader = colocated(workers=4, dedicated=2, shard_bytes=64 << 10)
+    for rank in range(4):
+        leader.join(f"worker-{rank}")
+    for i in range(6):
+        leader.join(f"server-{i}")
+    leader.join("dispatcher-0")
+    for rank in range(4):
+        leader.got(f"worker-{rank}", register(rank, shape=(1 << 22,)))
+    (plan,) = leader.role.plans.values()
+    held = [sum(s.length for s in plan.shards if s.server == f"server-{i}") for i in range(6)]
+    shares = [each / (1 << 22) for each in held]
+    assert shares == pytest.approx([0.3, 0.3, 0.1, 0.1, 0.1, 0.1], abs=0.02)
+
+
+def test_a_colocated_server_away_from_its_worker_is_announced() -> None:
+    leader = colocated(workers=2, dedicated=0)
+    leader.join("dispatcher-0")
+    leader.join("agent-h")
+    leader.join("server-0")
+    leader.join("server-1")
+    leader.join("worker-0")
+    leader.got("worker-1", msg.Join(node="worker-1", role="worker", host="far", pid=1))
+    (announced,) = leader.sent(msg.Announcement, "agent-h")
+    assert "not beside their workers: server-1 on h, worker-1 on far" in announced.text
 
 
 def test_join_timeout_names_who_is_missing() -> None:
