@@ -132,7 +132,7 @@ class CommunicationConfig:
     retry_interval: float = key(
         3.0,
         DURATION,
-        "Time after which an unanswered message is sent again; requests are idempotent.",
+        "Time without any answer after which unanswered messages are sent again; all idempotent.",
         least=_MOMENT,
         shared="retry_interval_s",
     )

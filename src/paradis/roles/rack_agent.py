@@ -34,7 +34,7 @@ class RackAgentRole(Receiver):
         self._up: dict[str, None] = {}
         self._acked: dict[int, None] = {}
         self._over: dict[int, int] = {}
-        self._armed = False
+        self._armed = self._heard = False
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
@@ -55,7 +55,9 @@ class RackAgentRole(Receiver):
                 self._on_peer_lost(event)
             case ev.TimerFired(name="retry"):
                 self._armed = False
-                self._heal("")
+                if not self._heard:  # else the link is only slow
+                    self._heal("")
+                self._heard = False
                 self._arm(now_ns)
             case ev.EffectFailed():
                 self._fail_job(event.error, f"{self.node}: {event.what}: {event.text}")
@@ -234,6 +236,7 @@ class RackAgentRole(Receiver):
         return True
 
     def _on_ack(self, source: NodeId, ack: msg.PushAck) -> None:
+        self._heard = True
         found = self._by_shard.get(ack.shard)
         box = self._boxes.get((source, ack.group))
         if found is None or box is None or ack.step != found[1].version:

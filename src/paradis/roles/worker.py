@@ -28,6 +28,7 @@ class WorkerRole(WorkerValues):
         super().__init__(config)
         self.failed: tuple[str, str] | None = None
         self._left = False
+        self._heard = False
 
     # ------------------------------------------------------------------ entry
 
@@ -41,6 +42,7 @@ class WorkerRole(WorkerValues):
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)
             case ev.Received():
+                self._heard = True
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -242,8 +244,10 @@ class WorkerRole(WorkerValues):
             self._out.append(fx.SetTimer("retry", now_ns + self.config.retry_ns))
 
     def _retry(self) -> None:
-        if self.failed is None:
+        """Send again what has no answer, unless answers still come: then the link is only slow."""
+        if self.failed is None and not self._heard:
             self._heal()
+        self._heard = False
 
     # -------------------------------------------------------------------- ends
 

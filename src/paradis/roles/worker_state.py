@@ -27,8 +27,8 @@ class WorkerConfig:
 
     Attributes:
         quota_bytes: bytes that may be unreturned at one receiver.
-        retry_ns: how long an unanswered message waits before it is sent again. Links are reliable,
-            so this only heals a lost link or a receiver that dropped a frame.
+        retry_ns: how long nothing must come before unanswered messages go again. Links are
+            reliable, so this only heals a lost link or a receiver that dropped a frame.
     """
 
     rank: int
