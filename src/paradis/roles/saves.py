@@ -15,9 +15,15 @@ from paradis.wire import messages as msg
 
 @dataclass(slots=True)
 class Save:
-    """One checkpoint; parts may come before its info, for they travel on other streams."""
+    """One checkpoint; parts may come before its info, for they travel on other streams.
+
+    Attributes:
+        plans: those of its group when the info came. Who asked knew of no later one: it registers
+            what it adds on the same stream, and waits for the plan.
+    """
 
     info: msg.CheckpointInfo | None = None
+    plans: tuple[msg.Plan, ...] = ()
     parts: dict[str, msg.Saved] = field(default_factory=dict)
     failed: str = ""
 
@@ -50,7 +56,9 @@ class Saves:
             return self._closed[name] if isinstance(message, msg.CheckpointInfo) else None
         save = self._open.setdefault(name, Save())
         if isinstance(message, msg.CheckpointInfo):
-            save.info = save.info or message
+            if save.info is None:
+                save.info = message
+                save.plans = tuple(p for p in plans if p.group == message.group)
         elif isinstance(message, msg.SaveFailed):
             save.failed = save.failed or f"{message.node}: {message.text}"
         else:
@@ -59,11 +67,10 @@ class Saves:
             return None
         if save.failed:
             return self.close(name, "", save.failed)
-        mine = tuple(p for p in plans if p.group == save.info.group)
-        owners = sorted({s.server for p in mine for s in p.shards})
+        owners = sorted({s.server for p in save.plans for s in p.shards})
         if not all(o in save.parts for o in owners):
             return None
-        return fx.WriteManifest(save.info, mine, tuple(save.parts[o] for o in owners))
+        return fx.WriteManifest(save.info, save.plans, tuple(save.parts[o] for o in owners))
 
     def close(self, name: str, path: str, error: str) -> msg.CheckpointDone | None:
         """The manifest is written, or never will be; None if that was known."""

@@ -1,0 +1,41 @@
+"""When a checkpoint is complete."""
+
+from __future__ import annotations
+
+from paradis.roles import effects as fx
+from paradis.roles.saves import Saves
+from paradis.wire import messages as msg
+
+
+def plan(part: int, server: str) -> msg.Plan:
+    shard = msg.ShardPlan(
+        shard=part, server=server, dtype="float32", length=4, options_group=0, priority=part,
+        segments=(msg.Segment(part, 0, 4, 0),),
+    )  # fmt: skip
+    return msg.Plan(
+        generation=1, group=0, part=part, first_parameter=part, parameters=(), optimizer="SGD",
+        options=[], step=0, shards=(shard,),
+    )  # fmt: skip
+
+
+def saved(node: str) -> msg.Saved:
+    return msg.Saved(node=node, checkpoint="c", group=0, step=3, pieces=(), scalars={})
+
+
+INFO = msg.CheckpointInfo(checkpoint="c", group=0, step=3, options=[], extra={})
+
+
+def test_a_plan_made_meanwhile_is_not_waited_for() -> None:
+    """Parameters added after the save was asked for are in no part of it."""
+    saves, first = Saves(), plan(0, "server-0")
+    assert saves.note(INFO, [first]) is None
+    done = saves.note(saved("server-0"), [first, plan(1, "server-1")])
+    assert isinstance(done, fx.WriteManifest)
+    assert done.plans == (first,) and [p.node for p in done.parts] == ["server-0"]
+
+
+def test_parts_may_come_before_the_info() -> None:
+    saves, plans = Saves(), [plan(0, "server-0"), plan(1, "server-1")]
+    assert saves.note(saved("server-0"), plans) is None
+    assert saves.note(INFO, plans) is None and saves
+    assert isinstance(saves.note(saved("server-1"), plans), fx.WriteManifest)
