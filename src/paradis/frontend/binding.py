@@ -202,6 +202,7 @@ class Binding:
 
     def extend(self, optimizer: WrappedOptimizer) -> None:
         """Register parameters that ``add_param_group`` added."""
+        self.finish()  # they begin with the step after the one on its way
         index = len(optimizer.param_groups) - 1
         added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)
         added = [n for n in added if id(n.tensor) not in self._trained]
