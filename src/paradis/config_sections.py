@@ -200,7 +200,7 @@ class TrainingConfig:
         choices="sync",
     )
     overlap: str = key(
-        "layerwise",
+        "none",
         WORD,
         "What may run before an update is in. none: step() returns with the new parameters. "
         "layerwise: at once; whoever reads a parameter waits for that one. The same bits.",

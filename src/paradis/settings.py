@@ -51,7 +51,7 @@ class SharedSettings:
     socket_buffer_bytes: int = 4 << 20
     same_host: str = "unix"
     rack_aggregation: str = "auto"
-    overlap: str = "layerwise"
+    overlap: str = "none"
     on_early_finish: str = "continue"
     detect_value_changes: bool = True
     debug_gradients: bool = False

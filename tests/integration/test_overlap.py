@@ -271,6 +271,29 @@ def test_only_what_is_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not isinstance(second.weight, Held)
 
 
+def test_parameters_added_while_a_step_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> Bits:
+        torch.manual_seed(5)
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        model = nn.Sequential(first, second)
+        optimizer = paradis.wrap(model, torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9))
+        for step in range(5):
+            if step == 2:
+                optimizer.add_param_group({"params": list(first.parameters()), "lr": 0.05})
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        values = [p.detach().clone() for p in model.parameters()]
+        paradis.close()
+        return values
+
+    monkeypatch.setenv("PARADIS_TRAINING_OVERLAP", "none")
+    expected = run()
+    monkeypatch.setenv("PARADIS_TRAINING_OVERLAP", "layerwise")
+    Holding(monkeypatch)
+    assert same(run(), expected)
+
+
 def test_an_error_of_the_step_comes_where_the_script_waits_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,6 +68,7 @@ class Collector:
         self._revised_steps = 0
         self._again: dict[int, None] = {}
         self._handed: list[Handed | None] = []
+        self._closed: list[Handed | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
         self._handed_shards: dict[int, None] = {}
@@ -125,6 +126,7 @@ class Collector:
         """
         self._scaled = self._scaled or scaled
         self.deferred = self._scaled or self._revised_steps >= _REVISED_STEPS_MAX
+        self._closed = self._handed
         self.reset()
 
     def reset(self) -> None:
@@ -267,7 +269,8 @@ class Collector:
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""
-        for index, handed in enumerate(self._handed):
+        step = self._handed if any(self._handed) else self._closed  # the one on its way
+        for index, handed in enumerate(step):
             if handed is not None and not bool(torch.isfinite(handed.flat).all()):
                 return self._memory.tensors[index].name
         return ""
