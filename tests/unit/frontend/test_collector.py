@@ -255,4 +255,7 @@ def test_the_first_parameter_that_is_not_finite_is_named() -> None:
     bench.collector.close()
     assert bench.collector.non_finite() == "b"
     bench.next_step()
+    assert bench.collector.non_finite() == "b", "the step that was closed last may be on its way"
+    bench.backward(ALL)
+    bench.collector.close()
     assert bench.collector.non_finite() == ""
