@@ -150,7 +150,8 @@ def test_spans_are_there_when_the_job_fails(start_job: Start, script: Path) -> N
     job = start_job(script, "fail", workers=1, servers=1, settings=TRACED)
     assert any(job.wait().values())
     found = spans_of(job)
-    assert {s.step for s in found["worker-0"] if s.what == "gradient"} == {0, 1}
+    # How far the last step came before the end is not fixed; the one before it is whole.
+    assert {0} <= {s.step for s in found["worker-0"] if s.what == "gradient"} <= {0, 1}
     assert kinds(found["server-0"]) == {"aggregation", "update", "push update"}
 
 
