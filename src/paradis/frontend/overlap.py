@@ -166,10 +166,9 @@ class Overlap:
 
 
 def compiles() -> bool:
-    """Whether ``torch.compile`` has compiled something in this process, or is about to.
+    """Whether ``torch.compile`` has compiled something in this process.
 
     Compiled code holds tensors, not names: it would read one without a torch function.
     """
-    dynamo = sys.modules.get("torch._dynamo")
     utils = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(getattr(utils, "counters", None))
+    return bool(getattr(utils, "counters", None))
