@@ -68,7 +68,7 @@ class Collector:
         self._revised_steps = 0
         self._again: dict[int, None] = {}
         self._handed: list[Handed | None] = []
-        self._closed: list[Handed | None] = []
+        self._closed: list[torch.Tensor | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
         self._handed_shards: dict[int, None] = {}
@@ -126,7 +126,8 @@ class Collector:
         """
         self._scaled = self._scaled or scaled
         self.deferred = self._scaled or self._revised_steps >= _REVISED_STEPS_MAX
-        self._closed = self._handed
+        # The flat forms alone: the links hold those anyway, but a gradient may lie on a device.
+        self._closed = _flats(self._handed)
         self.reset()
 
     def reset(self) -> None:
@@ -269,8 +270,12 @@ class Collector:
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""
-        step = self._handed if any(self._handed) else self._closed  # the one on its way
-        for index, handed in enumerate(step):
-            if handed is not None and not bool(torch.isfinite(handed.flat).all()):
+        step = _flats(self._handed) if any(self._handed) else self._closed  # the one on its way
+        for index, flat in enumerate(step):
+            if flat is not None and not bool(torch.isfinite(flat).all()):
                 return self._memory.tensors[index].name
         return ""
+
+
+def _flats(handed: list[Handed | None]) -> list[torch.Tensor | None]:
+    return [None if each is None else each.flat for each in handed]
