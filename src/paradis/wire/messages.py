@@ -11,6 +11,29 @@ from typing import ClassVar
 
 import msgspec
 
+from paradis.wire.control_messages import CONTROL_MESSAGES as CONTROL_MESSAGES
+from paradis.wire.control_messages import Announcement as Announcement
+from paradis.wire.control_messages import Beat as Beat
+from paradis.wire.control_messages import CheckpointDone as CheckpointDone
+from paradis.wire.control_messages import CheckpointInfo as CheckpointInfo
+from paradis.wire.control_messages import ControlMessage as ControlMessage
+from paradis.wire.control_messages import Failed as Failed
+from paradis.wire.control_messages import Join as Join
+from paradis.wire.control_messages import Leave as Leave
+from paradis.wire.control_messages import Listening as Listening
+from paradis.wire.control_messages import NodeExited as NodeExited
+from paradis.wire.control_messages import Plan as Plan
+from paradis.wire.control_messages import PlanReady as PlanReady
+from paradis.wire.control_messages import Refused as Refused
+from paradis.wire.control_messages import Register as Register
+from paradis.wire.control_messages import Report as Report
+from paradis.wire.control_messages import Saved as Saved
+from paradis.wire.control_messages import SaveFailed as SaveFailed
+from paradis.wire.control_messages import Shutdown as Shutdown
+from paradis.wire.control_messages import Summary as Summary
+from paradis.wire.control_messages import View as View
+from paradis.wire.control_messages import ViewReady as ViewReady
+from paradis.wire.control_messages import Welcome as Welcome
 from paradis.wire.parts import Options as Options
 from paradis.wire.parts import ParameterSpec as ParameterSpec
 from paradis.wire.parts import Piece as Piece
@@ -245,231 +268,4 @@ class Stale(DataMessage, frozen=True, kw_only=True):
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
-)  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------- control plane
-
-
-class ControlMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Root of the messages on the gRPC streams. The tag is the class name."""
-
-
-class Join(ControlMessage, frozen=True, kw_only=True):
-    """Node -> leader, first message of its stream (the job token travels as call metadata).
-
-    Attributes:
-        node: wanted name; an empty name asks for the next free one of ``role``.
-        beside: of a co-located server without a name: the rank of its worker; -1 of all others.
-        addresses: data-plane addresses the node listens on (servers, dispatchers).
-        capability: CPU capability, threads and torch version, compared among servers.
-    """
-
-    node: str
-    role: str
-    host: str
-    pid: int
-    rack: str = ""
-    beside: int = -1
-    addresses: tuple[str, ...] = ()
-    capability: dict[str, str] = {}
-
-
-class Welcome(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> node: joined.
-
-    Attributes:
-        settings: the job's settings that every node must agree on (numbers in SI units, strings).
-    """
-
-    node: str
-    incarnation: int
-    generation: int
-    job: str
-    world_size: int
-    settings: dict[str, Scalar]
-
-
-class Listening(ControlMessage, frozen=True, kw_only=True):
-    """Server or dispatcher -> leader: my data plane accepts connections at these addresses."""
-
-    node: str
-    addresses: tuple[str, ...]
-
-
-class Refused(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> node: what you asked is refused; error class and text."""
-
-    error: str
-    text: str
-
-
-class Register(ControlMessage, frozen=True, kw_only=True):
-    """Worker -> leader: the parameters of one ``wrap`` call (or of a later ``add_param_group``)."""
-
-    rank: int
-    group: int
-    part: int
-    parameters: tuple[ParameterSpec, ...]
-    optimizer: str
-    options: list[Options]
-    step: int = 0
-
-
-class Plan(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> servers, rack agents, then workers: the shards of one registered part.
-
-    Attributes:
-        parameters: specs of this part; segment indices start at ``first_parameter``.
-        step: step (= version) at which the new shards start.
-        restore: directory of the checkpoint the servers load from, or empty.
-        restored: what the checkpoint says of groups: options to take over, and step.
-    """
-
-    generation: int
-    group: int
-    part: int
-    first_parameter: int
-    parameters: tuple[ParameterSpec, ...]
-    optimizer: str
-    options: list[Options]
-    shards: tuple[ShardPlan, ...]
-    step: int
-    restore: str = ""
-
-
-class PlanReady(ControlMessage, frozen=True, kw_only=True):
-    """Server or rack agent -> leader: the plan is in force here."""
-
-    generation: int
-    group: int
-    part: int
-
-
-class View(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> all nodes: membership at a generation, before any plan that needs it.
-
-    Attributes:
-        members: ranks that take part.
-        left: rank -> number of steps it finished per group, for ranks that left early.
-        tree: logical groups of ranks, in order: the canonical reduction, fixed at job start.
-        addresses: node -> data-plane addresses.
-        racks: rack name -> (rack agent or "", ranks in worker order).
-    """
-
-    generation: int
-    members: tuple[int, ...]
-    left: dict[int, dict[int, int]]
-    tree: tuple[tuple[int, ...], ...]
-    addresses: dict[str, tuple[str, ...]]
-    racks: dict[str, tuple[str, tuple[int, ...]]]
-
-
-class ViewReady(ControlMessage, frozen=True, kw_only=True):
-    """Server or rack agent -> leader: the view is in force here."""
-
-    generation: int
-
-
-class Leave(ControlMessage, frozen=True, kw_only=True):
-    """Worker -> leader: I am done. ``steps`` is the number of finished steps per group."""
-
-    node: str
-    steps: dict[int, int]
-
-
-class NodeExited(ControlMessage, frozen=True, kw_only=True):
-    """Host agent -> leader: a process ended. ``code`` as in subprocess; text for the user."""
-
-    node: str
-    code: int
-    text: str = ""
-
-
-class Beat(ControlMessage, frozen=True, kw_only=True):
-    """Host agent, or a node without one -> leader: these nodes are alive."""
-
-    nodes: tuple[str, ...]
-
-
-class Announcement(ControlMessage, frozen=True, kw_only=True):
-    """Leader or server (by the leader) -> host agents: a line for the user, with a log level."""
-
-    level: str
-    text: str
-
-
-class Failed(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> all, or node -> leader: the job cannot go on; error class and text."""
-
-    error: str
-    text: str
-
-
-class Shutdown(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> servers, dispatchers, host agents: the job is over, drain and end."""
-
-    reason: str
-
-
-class Report(ControlMessage, frozen=True, kw_only=True):
-    """Node -> leader: counters since its start (``observe/metrics.py``)."""
-
-    node: str
-    counters: dict[str, float]
-
-
-class Summary(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> host agents at the end: the last counters of every node."""
-
-    nodes: dict[str, dict[str, float]]
-
-
-class Saved(ControlMessage, frozen=True, kw_only=True):
-    """Server -> leader: this server's part of the checkpoint is on disk.
-
-    Attributes:
-        scalars: parameter name -> {state name: number}.
-    """
-
-    node: str
-    checkpoint: str
-    group: int
-    step: int
-    pieces: tuple[Piece, ...]
-    scalars: dict[str, dict[str, float]]
-
-
-class SaveFailed(ControlMessage, frozen=True, kw_only=True):
-    """Server -> leader: this server could not write its part."""
-
-    node: str
-    checkpoint: str
-    text: str
-
-
-class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
-    """Worker 0 -> leader, with its `Snapshot`: what belongs in the manifest beside the pieces."""
-
-    checkpoint: str
-    group: int
-    step: int
-    options: list[Options]
-    extra: dict[str, Scalar]
-
-
-class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> workers and host agents: the manifest is written (or ``error`` says why not)."""
-
-    checkpoint: str
-    path: str
-    step: int
-    error: str = ""
-
-
-CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
-    Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
-    NodeExited, Beat,
-    Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
-    CheckpointDone,
 )  # fmt: skip
