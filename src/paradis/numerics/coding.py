@@ -50,7 +50,7 @@ class WorkerCoder(ABC):
     def encoded_bytes(length: int) -> int:
         """Return the bytes of the code of a segment of ``length`` elements."""
 
-    def begin(self, states: Sequence[State], options: Options) -> None:
+    def begin(self, states: Sequence[State], options: Options) -> None:  # noqa: B027
         """Take over what codes start from; called before the first one.
 
         Args:
@@ -103,7 +103,7 @@ class WorkerCoder(ABC):
         """Return name -> per segment (length,) tensor, lent: what a checkpoint must have."""
         return {}
 
-    def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:  # noqa: B027
         """Take over what `memories` returned. Copied."""
 
 
@@ -120,7 +120,7 @@ class ServerCoder(ABC):
 
     code: torch.Tensor
 
-    def begin(self, states: Sequence[State], options: Options) -> None:
+    def begin(self, states: Sequence[State], options: Options) -> None:  # noqa: B027
         """Take over what codes start from; see `WorkerCoder.begin`."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class ServerCoder(ABC):
             NonFiniteGradient: the mean holds NaN or infinity.
         """
 
-    def replaced(self) -> None:
+    def replaced(self) -> None:  # noqa: B027
         """The values were replaced by ones that all workers hold."""
 
     @abstractmethod
@@ -161,5 +161,5 @@ class ServerCoder(ABC):
         """Return name -> per segment (length,) tensor, lent: what a checkpoint must have."""
         return {}
 
-    def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:  # noqa: B027
         """Take over what `memories` returned. Copied."""
