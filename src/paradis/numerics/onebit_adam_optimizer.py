@@ -90,7 +90,7 @@ class OneBitAdam(torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, of this class or of AdamW; norms of v seen so far are forgotten."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         first = self.param_groups[0] if self.param_groups else {}
         self._own = {key: first.get(key, self.defaults[key]) for key in _DEFAULTS}
         for group in self.param_groups:
