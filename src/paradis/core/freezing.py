@@ -140,10 +140,9 @@ def steadiness(first: float, second: float) -> float:
     Returns:
         A number in [0, 1]; 1 when both norms are 0, 0 when one is or one is not finite.
     """
-    if first == second:
-        return 1.0 if math.isfinite(first) else 0.0
-    low, high = min(first, second), max(first, second)
-    return low / high if low > 0.0 and math.isfinite(high) else 0.0
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return 0.0
+    return 1.0 if first == second else max(0.0, min(first, second)) / max(first, second)
 
 
 def variance_ratio(now: tuple[float, int], before: tuple[float, int], beta2: float) -> float:
