@@ -12,6 +12,7 @@ from paradis.errors import ParadisError
 from paradis.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from paradis import optim
     from paradis.frontend.optimizer import WrappedOptimizer
     from paradis.frontend.progress import Progress
     from paradis.frontend.session import close, rank, world_size
@@ -23,6 +24,7 @@ __all__ = [
     "WrappedOptimizer",
     "__version__",
     "close",
+    "optim",
     "rank",
     "world_size",
     "wrap",
@@ -39,6 +41,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("paradis.optim")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paradis' has no attribute {name!r}")

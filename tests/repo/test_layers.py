@@ -66,10 +66,11 @@ LAYERS = {
     "config_topology": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "core": Layer(project=GROUND, packages=frozenset({"cityhash"}), forbidden=PURE),
     "numerics": Layer(
-        project=GROUND,
+        project=(*GROUND, "core.freezing"),
         packages=words("torch numpy xxhash numba llvmlite"),
         forbidden=CLOCK_AND_IO,
     ),
+    "optim": Layer(project=("numerics",)),
     "wire": Layer(
         project=GROUND,
         packages=frozenset({"msgspec", "xxhash"}),
@@ -96,7 +97,10 @@ LAYERS = {
     "cli": Layer(
         project=(*DRIVER_AND_BELOW, "runtime", "sim", "config", "frontend"), packages=ANY_PACKAGE
     ),
-    "": Layer(project=("errors", "version", "frontend", "config", "runtime"), packages=frozenset()),
+    "": Layer(
+        project=("errors", "version", "optim", "frontend", "config", "runtime"),
+        packages=frozenset(),
+    ),
 }
 """Layer by name below ``paradis``; the empty name is ``paradis/__init__.py``."""
 

@@ -17,6 +17,10 @@ import torch
 from torch import optim
 
 from paradis.errors import ConfigError
+from paradis.numerics.codecs.codec import NUMPY_OF
+from paradis.numerics.codecs.kernels import require_kernels
+from paradis.numerics.lion_optimizer import DistributedLion
+from paradis.numerics.onebit_adam_optimizer import OneBitAdam
 
 Scalar = bool | int | float | str | None
 Options = dict[str, Scalar | list[float]]
@@ -28,11 +32,14 @@ class Elementwise:
     """An optimizer class and the names of what it keeps per parameter.
 
     Attributes:
-        kind: the torch class.
+        kind: the class, one of torch's or of `paradis.optim`.
         tensors: state with one entry per element, there after the first step.
         scalars: state with one number per parameter, there after the first step.
         optional: further state with one entry per element, there under some options.
         eager: whether the state is there before the first step.
+        rebuilt: the class that servers construct while gradients travel in full; None for
+            ``kind`` itself.
+        coded: whether steps may travel as codes that this class alone defines.
     """
 
     kind: type[optim.Optimizer]
@@ -40,6 +47,13 @@ class Elementwise:
     scalars: tuple[str, ...] = ("step",)
     optional: tuple[str, ...] = ()
     eager: bool = False
+    rebuilt: type[optim.Optimizer] | None = None
+    coded: bool = False
+
+    @property
+    def home(self) -> str:
+        """The public module of the class."""
+        return "paradis.optim" if self.coded else "torch.optim"
 
 
 _ADAM: Final = ("exp_avg", "exp_avg_sq")
@@ -58,6 +72,9 @@ ELEMENTWISE: Final[Mapping[str, Elementwise]] = {
         Elementwise(optim.RAdam, _ADAM),
         Elementwise(optim.Rprop, ("prev", "step_size")),
         Elementwise(optim.ASGD, ("ax",), scalars=("step", "eta", "mu")),
+        Elementwise(OneBitAdam, _ADAM, rebuilt=optim.AdamW, coded=True),
+        # While votes travel, servers never step it and hold no state.
+        Elementwise(DistributedLion, ("exp_avg",), scalars=(), coded=True),
     )
 }
 
@@ -90,7 +107,8 @@ def elementwise(name: str) -> Elementwise:
 def optimizer_name(optimizer: optim.Optimizer) -> str:
     """Return the name under which servers rebuild an optimizer.
 
-    The class must be exactly one of torch's: a subclass may override any part of the step.
+    The class must be exactly one of torch's or of `paradis.optim`: a subclass may override any
+    part of the step.
 
     Raises:
         ConfigError: user code, a subclass, or a class whose update is not elementwise.
@@ -122,15 +140,18 @@ def check_supported(name: str, options: Mapping[str, object], dtype: torch.dtype
         dtype: dtype of the parameter.
 
     Raises:
-        ConfigError: unknown class, a dtype that is not real floating, or fused SGD in half
-            precision.
+        ConfigError: unknown class, a dtype that is not real floating, fused SGD in half
+            precision; or a class of `paradis.optim` in half precision, with ``amsgrad``, or
+            without Numba.
     """
-    elementwise(name)
+    entry = elementwise(name)
     if not dtype.is_floating_point:
         raise ConfigError(
             f"parameter refused: dtype {dtype}; expected float32, float64, bfloat16 or float16; "
             "leave it out of wrap()"
         )
+    if entry.coded:
+        _check_coded(name, options, dtype)
     if name == "SGD" and options.get("fused") and dtype.itemsize < 4:
         raise ConfigError(
             f"optimizer option refused: fused=True of SGD with {dtype}; expected fused=False, "
@@ -139,12 +160,34 @@ def check_supported(name: str, options: Mapping[str, object], dtype: torch.dtype
         )
 
 
+def _check_coded(name: str, options: Mapping[str, object], dtype: torch.dtype) -> None:
+    if dtype not in NUMPY_OF:
+        raise ConfigError(
+            f"parameter refused: dtype {dtype} with {name}; expected float32 or float64, which "
+            "its codes are computed in; keep parameters in float32 and use autocast"
+        )
+    if options.get("amsgrad"):
+        raise ConfigError(
+            f"optimizer option refused: amsgrad=True of {name}; expected False, because the "
+            "variance is frozen; construct it without amsgrad"
+        )
+    require_kernels(f"optimizer {name}")
+
+
 def _refusal(name: str, reason: str) -> str:
     return (
         f"optimizer refused: {name}, because {reason}; "
-        f"expected one of torch.optim.{{{', '.join(ELEMENTWISE)}}}; "
+        f"expected one of {' or '.join(_choices())}; "
         "wrap one of these, or leave the parameters that need another optimizer out of wrap()"
     )
+
+
+def _choices() -> list[str]:
+    homes = dict.fromkeys(entry.home for entry in ELEMENTWISE.values())
+    return [
+        f"{home}.{{{', '.join(n for n, entry in ELEMENTWISE.items() if entry.home == home)}}}"
+        for home in homes
+    ]
 
 
 def options_of(group: Mapping[str, Any]) -> Options:

@@ -49,9 +49,10 @@ class ShardOptimizer:
                 )
         self._dtypes = {value.dtype for value in values}
         self._parameters = [torch.nn.Parameter(value.detach()) for value in values]
-        accepted = inspect.signature(self._entry.kind).parameters
+        kind = self._entry.rebuilt or self._entry.kind
+        accepted = inspect.signature(kind).parameters
         arguments = {key: _restored(value) for key, value in options.items() if key in accepted}
-        constructor: Callable[..., torch.optim.Optimizer] = self._entry.kind
+        constructor: Callable[..., torch.optim.Optimizer] = kind
         try:
             self._optimizer = constructor(self._parameters, **arguments)
         except _TORCH_REFUSALS as error:
@@ -207,6 +208,7 @@ def _restored(value: object) -> object:
 
 def _refused(name: str, error: Exception) -> str:
     return (
-        f"optimizer refused: torch.optim.{name}; torch says {type(error).__name__}: {error}; "
+        f"optimizer refused: {elementwise(name).home}.{name}; torch says "
+        f"{type(error).__name__}: {error}; "
         "change the optimizer's arguments"
     )

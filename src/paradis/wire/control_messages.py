@@ -173,6 +173,23 @@ class Shutdown(ControlMessage, frozen=True, kw_only=True):
     reason: str
 
 
+class Variance(ControlMessage, frozen=True, kw_only=True):
+    """Server -> leader, every so many steps until the freeze: how large Adam's v is here.
+
+    Attributes:
+        group: of the ``wrap`` call.
+        step: steps that the group has done.
+        norms: parameter index -> L1 norm of the bias-corrected v of the elements that live here.
+        counts: parameter index -> how many elements these are.
+    """
+
+    node: str
+    group: int
+    step: int
+    norms: dict[int, float]
+    counts: dict[int, int]
+
+
 class Report(ControlMessage, frozen=True, kw_only=True):
     """Node -> leader: counters since its start (``observe/metrics.py``)."""
 
@@ -230,7 +247,7 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
     Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
-    NodeExited, Beat,
+    NodeExited, Beat, Variance,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone,
 )  # fmt: skip

@@ -31,6 +31,7 @@ from paradis.wire.control_messages import Saved as Saved
 from paradis.wire.control_messages import SaveFailed as SaveFailed
 from paradis.wire.control_messages import Shutdown as Shutdown
 from paradis.wire.control_messages import Summary as Summary
+from paradis.wire.control_messages import Variance as Variance
 from paradis.wire.control_messages import View as View
 from paradis.wire.control_messages import ViewReady as ViewReady
 from paradis.wire.control_messages import Welcome as Welcome

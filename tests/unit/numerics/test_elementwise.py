@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import msgspec
@@ -11,12 +12,23 @@ import pytest
 import torch
 
 from paradis.errors import ConfigError
-from paradis.numerics.elementwise import ELEMENTWISE, elementwise, optimizer_name, options_of
+from paradis.numerics.elementwise import (
+    ELEMENTWISE,
+    check_supported,
+    elementwise,
+    optimizer_name,
+    options_of,
+)
+from paradis.optim import OneBitAdam
 from paradis.wire.messages import Options
 
 
 class MyAdam(torch.optim.Adam):
     """A user's subclass."""
+
+
+class MyOneBit(OneBitAdam):
+    """A user's subclass of ours."""
 
 
 class Adam(torch.optim.Optimizer):
@@ -46,6 +58,7 @@ def test_every_class_is_named_and_its_options_survive_msgpack(name: str) -> None
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: MyOneBit(matrix()), "MyOneBit, because it is a subclass of OneBitAdam"),
         (lambda: MyAdam(matrix()), "MyAdam, because it is a subclass of Adam"),
         (lambda: Adam(matrix()), "not one of torch's own classes"),
         (lambda: torch.optim.LBFGS(matrix()), "torch.optim|LBFGS, because .* dot products"),
@@ -58,6 +71,7 @@ def test_others_are_refused_with_class_reason_and_choice(make: Any, text: str) -
     with pytest.raises(ConfigError, match=text) as caught:
         optimizer_name(make())
     assert "RMSprop" in caught.value.message and "wrap" in caught.value.message
+    assert "paradis.optim.{OneBitAdam, DistributedLion}" in caught.value.message
 
 
 def test_unknown_name_is_refused() -> None:
@@ -107,3 +121,11 @@ def test_keys_of_the_user_are_kept_if_scalar_and_dropped_otherwise() -> None:
 def test_strange_hyper_parameters_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"option refused: {key}"):
         options_of({"params": [], key: value})
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "DistributedLion"])
+def test_without_numba_codes_are_refused_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_supported(name, {}, torch.float32)
+    monkeypatch.setitem(sys.modules, "numba", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"{name} refused.*pip install 'paradis\[codecs\]'"):
+        check_supported(name, {}, torch.float32)

@@ -58,14 +58,17 @@ OWN: dict[str, list[dict[str, Any]]] = {
     "RAdam": [{"betas": (0.5, 0.6)}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
     "Rprop": [{"etas": (0.4, 1.3), "step_sizes": (1e-5, 0.1)}],
     "ASGD": [{"t0": 1.0, "lambd": 0.01}, {"t0": 1.0, "foreach": True}],
+    "OneBitAdam": [{}, {"weight_decay": 0.1, "freeze_step": 1000, "scale": "l2"}],
+    "DistributedLion": [{}, {"weight_decay": 0.1, "betas": (0.5, 0.9)}],
 }
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any], torch.dtype]]:
-    for name in ELEMENTWISE:
+    for name, entry in ELEMENTWISE.items():
         decay = [] if name == "Rprop" else DECAY
-        for arguments in itertools.chain(COMMON, decay, OWN[name]):
-            for dtype in DTYPES:
+        shared = [] if entry.coded else [*COMMON, *decay]
+        for arguments in (*shared, *OWN[name]):
+            for dtype in DTYPES[:2] if entry.coded else DTYPES:
                 if not (name == "SGD" and arguments.get("fused") and dtype == torch.bfloat16):
                     yield name, arguments, dtype
 
@@ -239,6 +242,10 @@ def test_gradients_are_released_even_after_an_error() -> None:
         ("SGD", {}, torch.zeros(2, dtype=torch.complex64), "complex64"),
         ("SGD", {}, torch.zeros(2, dtype=torch.int64), "int64"),
         ("SGD", {"fused": True}, torch.zeros(2, dtype=torch.bfloat16), "191763"),
+        ("OneBitAdam", {}, torch.zeros(2, dtype=torch.bfloat16), "bfloat16 with OneBitAdam"),
+        ("DistributedLion", {}, torch.zeros(2, dtype=torch.float16), "use autocast"),
+        ("OneBitAdam", {"amsgrad": True}, torch.zeros(2), "amsgrad=True of OneBitAdam"),
+        ("DistributedLion", {"lr": -1.0}, torch.zeros(2), "lr and weight_decay of 0 or more"),
     ],
 )
 def test_construction_refusals(

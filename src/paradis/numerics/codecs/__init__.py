@@ -20,9 +20,11 @@ from typing import Final
 from paradis.numerics.codecs.codec import Codec
 from paradis.numerics.codecs.freeze import (
     FreezeRule,
+    FreezeWatch,
     bias_corrected,
     freeze_variance,
     uncorrected_freeze_step,
+    variance_norm,
     variance_ratio,
 )
 from paradis.numerics.codecs.int8 import Int8
@@ -36,6 +38,7 @@ __all__ = [
     "Bfloat16",
     "Codec",
     "FreezeRule",
+    "FreezeWatch",
     "Int8",
     "OneBit",
     "Uncompressed",
@@ -50,6 +53,7 @@ __all__ = [
     "majority_vote",
     "pack_mask",
     "uncorrected_freeze_step",
+    "variance_norm",
     "variance_ratio",
 ]
 

@@ -7,6 +7,7 @@ about a second, so that too waits for the first use.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from functools import cache
 from typing import Any, Literal
 
@@ -29,3 +30,16 @@ def kernels(name: Literal["sign", "decode", "int8", "lion"]) -> Any:
             f"codec refused: its kernels need Numba; expected the package {error.name}, found "
             "none; pip install 'paradis[codecs]', or choose the codec none or bf16"
         ) from error
+
+
+def require_kernels(what: str) -> None:
+    """Refuse early what needs kernels, without importing them.
+
+    Raises:
+        ConfigError: Numba is not installed.
+    """
+    if importlib.util.find_spec("numba") is None:
+        raise ConfigError(
+            f"{what} refused: its kernels need Numba; expected the package numba, found none; "
+            "pip install 'paradis[codecs]', or choose another optimizer"
+        )

@@ -111,6 +111,7 @@ class OneBit(Codec):
         momentum: tuple[Array, Array, Array],
         beta: float,
         mask: torch.Tensor | None = None,
+        room: torch.Tensor | None = None,
     ) -> None:
         """Encode ``beta * m + (1 - beta) * gradient``, fused with its computation.
 
@@ -122,6 +123,8 @@ class OneBit(Codec):
                 elements. Without any, the gradient itself is encoded.
             beta: share of ``m`` that is kept.
             mask: as in `encode`.
+            room: `scratch` of N elements, to spare an allocation; its last N elements then hold
+                what the error memory was.
 
         Raises:
             NonFiniteGradient: as in `Codec.encode`.
@@ -135,19 +138,24 @@ class OneBit(Codec):
         kind = NUMPY_OF[self.dtype]
         scales = np.empty(self._scale_count(length), kind)
         module = kernels("sign")
+        spare = self.scratch(length) if room is None else room
         bad = module.encode(
             (wide, half, *momentum, error),
             (kind.type(beta), kind.type(1.0 - beta)),
             (self.block_of(length), self.norm == "l2"),
             mask_bits(mask, length),
             (scales, code[scales.nbytes :]),
-            np.empty(module.SCRATCH + length, kind),
+            array(spare, "scratch", module.SCRATCH + length, self.dtype),
         )
         if bad >= 0:
             assert memory is not None
             inputs = {"gradient": gradient, "error memory": memory}
             raise refusal(bad * self.block_of(length), inputs)
         code[: scales.nbytes] = scales.view(np.uint8)
+
+    def scratch(self, length: int) -> torch.Tensor:
+        """Return what `encode_blend` needs as room for ``length`` elements, not initialised."""
+        return torch.empty(kernels("sign").SCRATCH + length, dtype=self.dtype)
 
     def decode(
         self, code: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None = None

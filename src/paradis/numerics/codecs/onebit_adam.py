@@ -53,15 +53,31 @@ def encode_momentum(
         LocalProtocolError: shapes, dtypes or devices do not fit.
         ConfigError: Numba is not installed.
     """
-    absent = np.empty(0, NUMPY_OF[codec.dtype])
-    parts: tuple[Array, Array, Array]
-    if momentum.dtype == torch.uint8:
-        scales, bits = codec.parts(momentum, gradient.numel())
-        parts = (absent, bits, scales)
-    else:
-        numbers = array(momentum, "momentum", gradient.numel(), codec.dtype)
-        parts = (numbers, np.empty(0, np.uint8), absent)
+    parts = momentum_parts(codec, momentum, gradient.numel())
     codec.encode_blend(gradient, out, memory, momentum=parts, beta=beta, mask=mask)
+
+
+def momentum_parts(
+    codec: OneBit, momentum: torch.Tensor | None, length: int
+) -> tuple[Array, Array, Array]:
+    """Return a momentum as `OneBit.encode_blend` takes it: numbers, or bits and scales.
+
+    Args:
+        codec: gives blocks and dtype T.
+        momentum: as in `encode_momentum`, or None for no momentum at all.
+        length: N.
+
+    Raises:
+        NonFiniteGradient: a scale of the code is not finite.
+        LocalProtocolError: shapes, dtypes or devices do not fit.
+    """
+    absent, no_bits = np.empty(0, NUMPY_OF[codec.dtype]), np.empty(0, np.uint8)
+    if momentum is None:
+        return absent, no_bits, absent
+    if momentum.dtype == torch.uint8:
+        scales, bits = codec.parts(momentum, length)
+        return absent, bits, scales
+    return array(momentum, "momentum", length, codec.dtype), no_bits, absent
 
 
 def inverse_denominator(
