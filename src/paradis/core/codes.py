@@ -32,15 +32,13 @@ _BYTES: Final[Mapping[str, Callable[[int], int]]] = {
     "int8": lambda n: _blocks(n, INT8_BLOCK) * _SCALE_BYTES + n,
     "onebit": lambda n: _blocks(n, SIGN_BLOCK) * _SCALE_BYTES + (n + 7) // 8,
     "onebit-tensor": lambda n: min(n, 1) * _SCALE_BYTES + (n + 7) // 8,
-    "lion": lambda n: (n + 7) // 8,
+    "lion": lambda n: 1 + (n + 7) // 8,
 }
 
 NUMBERS: Final[Mapping[str, int]] = {
     "": 0, "bf16": 1, "int8": 2, "onebit": 3, "onebit-tensor": 4, "lion": 5,
 }  # fmt: skip
 """Number on the wire of each codec; never given to another one. Empty: in full."""
-
-_OF_OPTIMIZER: Final[Mapping[str, str]] = {"OneBitAdam": "onebit", "DistributedLion": "lion"}
 
 
 def code_bytes(codec: str, length: int) -> int:
@@ -58,7 +56,7 @@ def code_bytes(codec: str, length: int) -> int:
 
 
 def choose_codec(
-    compression: str, optimizer: str, dtype: str, numel: int, *, threshold: int
+    compression: str, optimizer: str, dtype: str, numel: int, *, threshold: int, scale: str = "l1"
 ) -> str:
     """Return how a parameter travels; empty: in full.
 
@@ -70,10 +68,12 @@ def choose_codec(
         threshold: tensors with fewer elements travel in full: scales and headers would outweigh
             what is saved, and norms and biases are spiky. The signs of Lion are all that its
             servers understand, so they know no such bound.
+        scale: of 1-bit Adam: ``l1`` per block, or ``l2`` per tensor.
     """
-    own = _OF_OPTIMIZER.get(optimizer, "")
-    if own == "lion" and numel:
-        return own
+    if optimizer == "DistributedLion":
+        return "lion" if numel else ""
     if dtype != "float32" or numel < max(1, threshold):
         return ""
-    return own or ("" if compression == "none" else compression)
+    if optimizer == "OneBitAdam":
+        return "onebit" if scale == "l1" else "onebit-tensor"
+    return "" if compression == "none" else compression

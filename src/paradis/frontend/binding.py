@@ -11,6 +11,7 @@ import torch
 
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend import restoring
+from paradis.frontend.codes import Codes
 from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
@@ -69,6 +70,7 @@ class Binding:
         self.compressor = Compressor(
             self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
         )
+        self._codes = Codes(self)
         tracer = session.node.tracer
         if tracer is not None:
             clock = StepClock(
@@ -174,8 +176,7 @@ class Binding:
             ParadisError: it failed.
         """
         self._overlap.finish()
-        group = self.session.node.worker_role.groups.get(self.group)
-        self.memory.coded = group is not None and group.coded
+        self._codes.follow()
 
     # ------------------------------------------------------------ registering
 
@@ -200,6 +201,7 @@ class Binding:
             optimizer=self.optimizer_name,
             options=options,
             step=step,
+            coded_from=self._codes.first_step(options, step),
         )
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
@@ -222,6 +224,8 @@ class Binding:
                 self.memory.installed(shard)
         else:
             self.ask("pull", ev.PullAsked(self.group, shards))
+        self._codes.ready = True
+        self._codes.follow()
 
     def extend(self, optimizer: WrappedOptimizer) -> None:
         """Register parameters that ``add_param_group`` added."""

@@ -8,12 +8,16 @@ import torch
 
 from paradis.errors import ConfigError
 from paradis.numerics.codecs.int8 import Int8
-from paradis.numerics.codecs.kernels import kernels
+from paradis.numerics.codecs.kernels import require_kernels
+from paradis.numerics.codecs.onebit import OneBit
 from paradis.numerics.codecs.plain import Bfloat16
 from paradis.numerics.coding import ServerCoder, WorkerCoder
 from paradis.numerics.delta_coding import DeltaServer, DeltaWorker
+from paradis.numerics.lion_coding import LionServer, LionWorker
+from paradis.numerics.onebit_coding import OneBitAdamServer, OneBitAdamWorker
 
 _CODECS = {"bf16": Bfloat16, "int8": Int8}
+_SIGNS = {"onebit": OneBit(), "onebit-tensor": OneBit(block_elements=None, norm="l2")}
 
 
 def worker_coder(codec: str, lengths: Sequence[int]) -> WorkerCoder:
@@ -27,11 +31,19 @@ def worker_coder(codec: str, lengths: Sequence[int]) -> WorkerCoder:
         ConfigError: unknown codec, or its kernels need Numba, which is not installed.
     """
     _check(codec)
+    if codec == "lion":
+        return LionWorker(lengths)
+    if codec in _SIGNS:
+        return OneBitAdamWorker(lengths, _SIGNS[codec])
     return DeltaWorker(_CODECS[codec](), lengths)
 
 
 def server_coder(
-    codec: str, length: int, spans: Sequence[tuple[int, int]], values: Sequence[torch.Tensor]
+    codec: str,
+    length: int,
+    spans: Sequence[tuple[int, int]],
+    values: Sequence[torch.Tensor],
+    offsets: Sequence[int],
 ) -> ServerCoder:
     """Return the coder of a shard on its server.
 
@@ -40,20 +52,26 @@ def server_coder(
         length: elements of the shard, padding included.
         spans: (start, length) of each segment.
         values: (length,) of each segment; borrowed, updated in place.
+        offsets: place of each segment's first element in its parameter.
 
     Raises:
         ConfigError: as `worker_coder`.
     """
     _check(codec)
+    if codec == "lion":
+        return LionServer(spans, values, offsets)
+    if codec in _SIGNS:
+        return OneBitAdamServer(spans, values, _SIGNS[codec])
     return DeltaServer(_CODECS[codec](), length, spans, values)
 
 
 def _check(codec: str) -> None:
     """Refuse at the start what would fail in the first step."""
-    if codec not in _CODECS:
+    known = (*_CODECS, *_SIGNS, "lion")
+    if codec not in known:
         raise ConfigError(
-            f"codec {codec!r} is unknown; expected one of {', '.join(_CODECS)}; "
+            f"codec {codec!r} is unknown; expected one of {', '.join(known)}; "
             "install the same Paradis version on all hosts"
         )
     if codec != "bf16":
-        kernels("int8")
+        require_kernels(f"codec {codec}")

@@ -156,6 +156,10 @@ class ServerCoder(ABC):
             NonFiniteGradient: the mean holds NaN or infinity.
         """
 
+    def start(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return the memories that a worker's coder starts from, lent; by name and segment."""
+        return {}
+
     def replaced(self) -> None:  # noqa: B027
         """The values were replaced by ones that all workers hold."""
 

@@ -191,9 +191,6 @@ class LionServer(ServerCoder):
         out[_HEAD:].numpy()[:] = np.packbits(negative, bitorder="little")
         self._parity[segment] = 1 - parity
 
-    def seen(self) -> Sequence[torch.Tensor]:
-        return self._values
-
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         ties = []
         for length, parity in zip(self._lengths, self._parity, strict=True):

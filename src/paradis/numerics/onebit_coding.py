@@ -347,8 +347,9 @@ class OneBitAdamServer(ServerCoder):
         shard.settle()
         shard.move(self.code, self._values, present, options)
 
-    def seen(self) -> Sequence[torch.Tensor]:
-        return self._values
+    def start(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        memories = self._shard.memories()
+        return {name: memories[name] for name in ("momentum", "inverse")}
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         return self._shard.memories()

@@ -191,6 +191,11 @@ class ShardOptimizer:
             return torch.float32
         return torch.float64
 
+    @property
+    def beta2(self) -> float:
+        """Adam's b2 of the last step."""
+        return float(self._group["betas"][1])
+
     def state_bytes(self) -> int:
         """Return the bytes of optimizer state held now, values not included."""
         return sum(

@@ -208,6 +208,7 @@ class Apply(Effect, frozen=True):
         clip: factor for the mean gradient, 1.0 for none.
         check: first look for NaN and infinity in the mean gradient; with any, change nothing.
         coded: the update travels as a code, so make that, too.
+        measure: say how large Adam's bias-corrected v is afterwards.
     """
 
     group: int
@@ -218,6 +219,14 @@ class Apply(Effect, frozen=True):
     clip: float
     check: bool
     coded: bool = False
+    measure: bool = False
+
+
+class BeginCodes(Effect, frozen=True):
+    """The group's next step travels as codes: they start from the optimizer's present state."""
+
+    group: int
+    options: list[Options]
 
 
 class Store(Effect, frozen=True):

@@ -98,9 +98,16 @@ class PullAsked(Event, frozen=True):
 
 
 class StateAsked(Event, frozen=True):
-    """Fetch value and optimizer state of all shards of the group."""
+    """Fetch value and optimizer state of shards of the group.
+
+    Attributes:
+        shards: which; empty: all.
+        memories: fetch what codes start from instead.
+    """
 
     group: int
+    shards: tuple[int, ...] = ()
+    memories: bool = False
 
 
 class SnapshotAsked(Event, frozen=True):
@@ -126,11 +133,15 @@ class Reduced(Event, frozen=True):
 
 class Applied(Event, frozen=True):
     """The optimizer has updated the shard, unless element ``non_finite`` (>= 0) of its gradient is
-    NaN or infinite: then nothing was changed."""
+    NaN or infinite: then nothing was changed.
+
+    ``norms`` are those that `effects.Apply` asked for: parameter -> L1 norm of its corrected v.
+    """
 
     shard: int
     step: int
     non_finite: int = -1
+    norms: dict[int, float] = {}
 
 
 class Stored(Event, frozen=True):

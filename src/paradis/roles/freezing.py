@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from paradis.core.freezing import FreezeRule, FreezeWatch
 from paradis.errors import LocalProtocolError
+from paradis.roles.receiver import HeldGroup
 from paradis.wire import messages as msg
 
 _MARGIN_STEPS = 100
@@ -25,6 +26,38 @@ one freeze needs thousands of steps before it, so the delay costs little."""
 
 _OPEN_MAX = 64
 """Steps whose norms are not complete yet; more than any server can be behind another."""
+
+
+def rule_of(options: msg.Options) -> FreezeRule:
+    """Return the rule for a parameter group's hyper-parameters."""
+    betas = options.get("betas")
+    assert isinstance(betas, list)
+    return FreezeRule(beta2=betas[1])
+
+
+def freezes(optimizer: str, coded_from: int) -> bool:
+    """Whether the leader is to decide when a group travels as codes."""
+    return optimizer == "OneBitAdam" and coded_from < 0
+
+
+def measures(group: HeldGroup) -> bool:
+    """Whether the leader wants to know how large v is after the group's present step."""
+    wanted = freezes(group.optimizer, group.coded_from)
+    return wanted and rule_of(group.options[0]).recorded(group.step + 1)
+
+
+def variance(node: str, group: HeldGroup) -> msg.Variance:
+    """Return what a server measured in the step before, added up in the order of shards."""
+    norms: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for shard_id, found in sorted(group.norms_of_v.items()):
+        for segment in group.shards[shard_id].plan.segments:
+            if segment.parameter in found:
+                count = counts.get(segment.parameter, 0) + segment.length
+                counts[segment.parameter] = count
+        for parameter, norm in found.items():
+            norms[parameter] = norms.get(parameter, 0.0) + norm
+    return msg.Variance(node=node, group=group.index, step=group.step, norms=norms, counts=counts)
 
 
 class Freezing:

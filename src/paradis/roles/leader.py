@@ -18,6 +18,7 @@ from paradis.core.registration import RegisteredParameter, Registration, compare
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.freezing import Freezing, freezes, rule_of
 from paradis.roles.leader_views import LeaderConfig, LeaderViews, Member
 from paradis.roles.planning import make_plan, weigh_servers
 from paradis.roles.saves import Saves
@@ -48,6 +49,7 @@ class LeaderRole(LeaderViews):
         self._said: dict[str, None] = {}
         self._saves_until_ns = 0
         self._next_shard = 0
+        self._freezing: dict[int, Freezing] = {}
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
@@ -95,6 +97,8 @@ class LeaderRole(LeaderViews):
                         message.text: None,
                     }
                     self._announce(message.level, message.text)
+            case msg.Variance():
+                self._on_variance(message)
             case msg.Report():
                 self._reports[message.node] = message.counters
             case msg.CheckpointInfo() | msg.Saved() | msg.SaveFailed():
@@ -191,6 +195,29 @@ class LeaderRole(LeaderViews):
         self._next_shard += len(plan.shards)
         self.plans[key] = plan
         self._publish(plan)
+        self._watch_variance(plan)
+
+    def _watch_variance(self, plan: msg.Plan) -> None:
+        """Decide when a group of 1-bit Adam may freeze its variance, unless its user did."""
+        servers = {s.server for s in plan.shards if s.codec}
+        if plan.part == 0 and servers and freezes(plan.optimizer, plan.coded_from):
+            warm_up = plan.options[0].get("warm_up_steps", 0)
+            assert isinstance(warm_up, int)
+            self._freezing[plan.group] = Freezing(
+                rule_of(plan.options[0]), servers, warm_up_steps=warm_up
+            )
+
+    def _on_variance(self, message: msg.Variance) -> None:
+        watch = self._freezing.get(message.group)
+        step = watch.on_variance(message) if watch is not None else None
+        if step is None:
+            return
+        del self._freezing[message.group]
+        self._announce("info", f"group {message.group}: the variance is steady; gradients and "
+                       f"updates travel as one bit per element from step {step} on")  # fmt: skip
+        for node in self._of_role("worker"):
+            if not self.nodes[node].gone:
+                self._send(node, msg.Freeze(group=message.group, step=step))
 
     def _placement_settings(self) -> SharedSettings:
         """Unequal shares are there to even out links, so loads keep closer to them."""

@@ -40,6 +40,7 @@ def _info(
         codec = choose_codec(
             settings.compression, register.optimizer, spec.dtype, numel,
             threshold=settings.compression_elements_min,
+            scale=str(register.options[spec.options_group].get("scale", "l1")),
         )  # fmt: skip
     return ParameterInfo(
         spec.name, numel, spec.dtype, element_bytes(spec.dtype), spec.options_group, codec
@@ -102,5 +103,6 @@ def make_plan(
         generation=generation, group=register.group, part=register.part,
         first_parameter=first_parameter, parameters=register.parameters,
         optimizer=register.optimizer, options=register.options, shards=shards,
-        step=register.step, restore="" if register.step else settings.restore, coded_from=0,
+        step=register.step, restore="" if register.step else settings.restore,
+        coded_from=register.coded_from,
     )  # fmt: skip

@@ -86,11 +86,12 @@ class HeldGroup:
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
         coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
+        norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished", "coded_from")  # fmt: skip
+                 "skipped", "gone", "unfinished", "coded_from", "norms_of_v")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -111,6 +112,7 @@ class HeldGroup:
         self.gone: dict[int, None] = {}
         self.unfinished = 0
         self.coded_from = -1
+        self.norms_of_v: dict[int, dict[int, float]] = {}
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""

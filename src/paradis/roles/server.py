@@ -15,7 +15,7 @@ from paradis.core.codes import NUMBERS
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles import step_rules
+from paradis.roles import freezing, step_rules
 from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
 from paradis.roles.server_values import ServerValues
 from paradis.wire import messages as msg
@@ -95,7 +95,10 @@ class ServerRole(ServerValues):
 
     def _on_plan(self, plan: msg.Plan) -> None:
         mine = [s for s in plan.shards if s.server == self.node]
-        if self.adopt_plan(plan, mine) and plan.restore:
+        new = self.adopt_plan(plan, mine)
+        if new and plan.coded_from == plan.step:
+            self._out.append(fx.BeginCodes(plan.group, plan.options))
+        if new and plan.restore:
             for shard in mine:
                 self._out.append(fx.Load(plan.group, shard.shard, 1, plan.restore))
         self._send(
@@ -178,6 +181,9 @@ class ServerRole(ServerValues):
         if group.verdict == "skip":
             group.skipped = group.step
         group.options = commits[members[0]].options
+        told = {c.coded_from for c in commits.values()}
+        if group.coded_from < 0 <= min(told) and len(told) == 1:  # all servers see these commits
+            group.coded_from = max(told.pop(), group.step + 1)
         self._adopt_order(group, commits[members[0]].order)
 
     def _adopt_order(self, group: HeldGroup, order: tuple[int, ...]) -> None:
@@ -246,7 +252,7 @@ class ServerRole(ServerValues):
         options = group.options[shard.plan.options_group]
         self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
                                   commit.clip, self.check_finite,
-                                  self.coded(group, shard)))  # fmt: skip
+                                  self.coded(group, shard), freezing.measures(group)))  # fmt: skip
 
     def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
         """Values that all workers changed alike go in before the update; True when they are in."""
@@ -265,6 +271,8 @@ class ServerRole(ServerValues):
                          f"{name} holds NaN or infinity")  # fmt: skip
             return
         shard.applying = False
+        if event.norms:
+            group.norms_of_v[event.shard] = event.norms
         self._finish(group, shard, unchanged=False)
 
     def _finish(self, group: HeldGroup, shard: HeldShard, *, unchanged: bool) -> None:
@@ -294,7 +302,15 @@ class ServerRole(ServerValues):
             self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
         group.unfinished -= 1
         if not group.unfinished:
-            group.next_step(group.step + 1)
+            self._next_step(group)
+
+    def _next_step(self, group: HeldGroup) -> None:
+        group.next_step(group.step + 1)
+        if group.coded_from == group.step:
+            self._out.append(fx.BeginCodes(group.index, group.options))
+        if group.norms_of_v:
+            self._send("dispatcher-0", freezing.variance(self.node, group))
+            group.norms_of_v = {}
 
     def _send_update(
         self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool
@@ -307,6 +323,7 @@ class ServerRole(ServerValues):
             found_inf=group.verdict == "skip", priority=shard.plan.priority,
             codec=NUMBERS[shard.plan.codec] if coded else 0,
             present=shard.present if coded else b"",
+            coded_from=group.coded_from,
         )  # fmt: skip
         payload: fx.Payload | None = fx.Sections(group.index, shard.plan.shard)
         if coded:

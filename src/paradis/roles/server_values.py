@@ -38,7 +38,7 @@ class ServerValues(Receiver):
             shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
             found_inf=group.skipped == shard.version - 1, priority=shard.plan.priority,
             unchanged=unchanged, codec=NUMBERS[shard.plan.codec] if coded and not unchanged else 0,
-            present=shard.present if coded else b"",
+            present=shard.present if coded else b"", coded_from=group.coded_from,
         )  # fmt: skip
         payload: fx.Payload = fx.Sections(group.index, pull.shard)
         if coded:
@@ -109,7 +109,8 @@ class ServerValues(Receiver):
             generation=self.view.generation if self.view else 0, group=pull.group,
             shard=pull.shard, step=pull.step, version=found[1].version, sequence=pull.sequence,
         )  # fmt: skip
-        self._send(source, state, fx.Sections(pull.group, pull.shard, ("*",)))
+        keys = ("memories",) if pull.memories else ("*",)
+        self._send(source, state, fx.Sections(pull.group, pull.shard, keys))
 
     # ------------------------------------------------------------ norms, saves
 

@@ -67,7 +67,7 @@ class WorkerRole(WorkerValues):
             case ev.PullAsked():
                 self._on_pull_asked(event)
             case ev.StateAsked():
-                self._on_state_asked(event.group)
+                self._on_state_asked(event)
             case ev.SnapshotAsked():
                 self._on_snapshot_asked(event)
             case ev.RegisterAsked():
@@ -86,6 +86,9 @@ class WorkerRole(WorkerValues):
                 self._on_view(message)
             case msg.Plan():
                 self._on_plan(message)
+            case msg.Freeze():
+                if message.group in self.groups:
+                    self.groups[message.group].told = message.step
             case msg.Failed() | msg.Refused():
                 self._fail(message.error, message.text)
             case msg.CheckpointDone():

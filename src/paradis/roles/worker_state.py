@@ -99,6 +99,7 @@ class Group:
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
         coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
+        told: what the leader says that it may be.
     """
 
     index: int
@@ -109,6 +110,8 @@ class Group:
     commit: StepCommit | None = None
     found_inf: bool = False
     coded_from: int = -1
+    told: int = -1
+    state_memories: bool = False
     assign_count: int = 0
     norm_round: int = 0
     pull_round: int = 0
@@ -168,4 +171,4 @@ class Group:
 def commit_with_revisions(commit: StepCommit, group: Group) -> StepCommit:
     """Return the commit with the revisions that count."""
     revisions = {s.plan.shard: s.revision for s in group.ordered() if s.present and s.revision}
-    return msgspec.structs.replace(commit, revisions=revisions)
+    return msgspec.structs.replace(commit, revisions=revisions, coded_from=group.told)

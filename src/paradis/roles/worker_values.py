@@ -122,6 +122,7 @@ class WorkerValues(WorkerPushes):
                 self._out.append(fx.Complete(group.index, "pull", group.step))
             return
         group.found_inf |= update.found_inf
+        group.coded_from = max(group.coded_from, update.coded_from)
         group.shards[update.shard].next_priority = update.priority
         box = self._begin(group, group.shards[update.shard].target)
         box.settle(update.shard)  # a skipped step may not need what is still to be sent
@@ -148,11 +149,12 @@ class WorkerValues(WorkerPushes):
 
     # ------------------------------------------------------------------- state
 
-    def _on_state_asked(self, index: int) -> None:
-        group = self.groups[index]
+    def _on_state_asked(self, event: ev.StateAsked) -> None:
+        group = self.groups[event.group]
         # Buffers and shards of empty tensors have no state, and nobody would answer for the latter.
         with_state = (n for n, s in group.shards.items() if s.plan.length and not s.plan.is_buffer)
-        group.state_waiting = dict.fromkeys(with_state)
+        group.state_waiting = dict.fromkeys(event.shards or with_state)
+        group.state_memories = event.memories
         group.state_round += 1
         self._pull_state(group)
         if not group.state_waiting:
@@ -164,7 +166,7 @@ class WorkerValues(WorkerPushes):
             if server in self._up and (not only or only == server):
                 self._send(server, msg.PullState(
                     **self._head(group), shard=shard_id, version=group.step,
-                    sequence=group.state_round,
+                    sequence=group.state_round, memories=group.state_memories,
                 ))  # fmt: skip
 
     def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:

@@ -114,6 +114,8 @@ class ServerNode(SummingNode):
                 self._sum_codes(effect)
             case fx.Apply():
                 self._apply(effect)
+            case fx.BeginCodes():
+                self.store.begin_codes(effect.group, effect.options)
             case fx.Store():
                 self._store(effect)
             case fx.Load():
@@ -130,8 +132,9 @@ class ServerNode(SummingNode):
     ) -> tuple[DataMessage, list[memoryview], Callable[[], None] | None]:
         """Find the bytes of a shard's value or of all its sections."""
         match payload:
-            case fx.Sections(shard=shard, keys=("*",)):
-                keys, dtypes, scalars, buffers = self.store.sections(shard)
+            case fx.Sections(shard=shard, keys=("*",) | ("memories",) as wanted):
+                what = self.store.sections if wanted == ("*",) else self.store.memory_sections
+                keys, dtypes, scalars, buffers = what(shard)
                 assert isinstance(message, State)
                 message = msgspec.structs.replace(
                     message, keys=keys, dtypes=dtypes, scalars=scalars
@@ -187,7 +190,8 @@ class ServerNode(SummingNode):
             self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip,
                              coded=effect.coded)  # fmt: skip
             self.counters.add(updates=1)
-            return ev.Applied(effect.shard, effect.step)
+            norms = self.store.norms_of_v(effect.shard) if effect.measure else {}
+            return ev.Applied(effect.shard, effect.step, norms=norms)
 
         self.run_job(f"updating shard {effect.shard}", job, nbytes=total.numel())
 

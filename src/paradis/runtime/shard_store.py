@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,9 +16,9 @@ import torch
 
 from paradis.errors import SnapshotCorrupt
 from paradis.numerics.coders import server_coder
-from paradis.numerics.coding import ServerCoder
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
+from paradis.runtime.held_value import MEMORY, HeldValue, Scalars
 from paradis.runtime.pages import allocate
 from paradis.storage.checkpoint import PieceReader, Section
 from paradis.storage.manifest import (
@@ -31,30 +30,6 @@ from paradis.storage.manifest import (
 )
 from paradis.storage.tensorfile import torch_dtype
 from paradis.wire.messages import Options, ParameterSpec, Plan, ShardPlan
-
-Scalars = dict[int, dict[str, float]]
-
-_MEMORY = "."
-"""In a checkpoint, between a codec's name and that of its memory; no state of torch has it."""
-
-
-@dataclass(slots=True)
-class HeldValue:
-    """One shard's tensors.
-
-    Attributes:
-        value: (length,) of the shard's dtype; padding between segments stays zero.
-        segments: views of ``value``, one per parameter piece.
-        optimizer: None for buffers.
-        coder: where the plan names a codec.
-    """
-
-    plan: ShardPlan
-    specs: tuple[ParameterSpec, ...]
-    value: torch.Tensor
-    segments: list[torch.Tensor]
-    optimizer: ShardOptimizer | None
-    coder: ServerCoder | None = None
 
 
 class ShardStore:
@@ -90,7 +65,8 @@ class ShardStore:
             coder = None
             if shard.codec:
                 spans = [(s.start, s.length) for s in shard.segments]
-                coder = server_coder(shard.codec, shard.length, spans, segments)
+                offsets = [s.offset for s in shard.segments]
+                coder = server_coder(shard.codec, shard.length, spans, segments, offsets)
             self.shards[shard.shard] = HeldValue(shard, owners, value, segments, optimizer, coder)
             self._group.setdefault(plan.group, []).append(shard.shard)
 
@@ -118,8 +94,7 @@ class ShardStore:
         if clip != 1.0:
             grad.mul_(clip)
         if coded:
-            assert held.coder is not None
-            held.coder.update(grad, held.optimizer, present, options)
+            held.ready_coder().update(grad, held.optimizer, present, options)
             return
         grads = [
             grad[s.start : s.start + s.length] if here else None
@@ -151,17 +126,34 @@ class ShardStore:
             divisor: number of members.
         """
         held = self.shards[shard]
-        assert held.coder is not None
+        coder = held.ready_coder()
         numbers = total.view(held.value.dtype)
         numbers.zero_()  # padding is part of what norms are taken of
         part = torch.zeros_like(numbers) if len(groups) > 1 else numbers
         for index, group in enumerate(groups):
             target = part if index else numbers
             for place, code in enumerate(group):
-                held.coder.add(code, target, first=not place)
+                coder.add(code, target, first=not place)
             if index:
                 numbers.add_(part)
         numbers.div_(divisor)
+
+    def begin_codes(self, group: int, options: Sequence[Options]) -> None:
+        """The group's shards travel as codes from now on, which start from the present state."""
+        for shard in self._group.get(group, []):
+            held = self.shards[shard]
+            if held.coder is not None:
+                held.begin_with = options[held.plan.options_group]
+
+    def norms_of_v(self, shard: int) -> dict[int, float]:
+        """Return the L1 norm of Adam's bias-corrected v in a shard, per parameter of its group."""
+        return self.shards[shard].norms_of_v()
+
+    def memory_sections(
+        self, shard: int
+    ) -> tuple[tuple[str, ...], tuple[str, ...], Scalars, list[memoryview]]:
+        """Return what a shard's codes start from on a worker, as `sections` does."""
+        return self.shards[shard].memory_sections()
 
     def sections(
         self, shard: int
@@ -251,26 +243,11 @@ class ShardStore:
                 for key in reader.keys(spec.name)
                 if key != "value"
             }
-            tensors = {key: t for key, t in saved.items() if _MEMORY not in key}
+            tensors = {key: t for key, t in saved.items() if MEMORY not in key}
             held.optimizer.load_state(index, tensors, reader.scalars(spec.name))
             for key in saved.keys() - tensors.keys():
                 memories.setdefault(key, []).append(saved[key])
-        self._load_memories(held, memories)
-
-    @staticmethod
-    def _load_memories(held: HeldValue, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Give a coder its memories of the checkpoint, if it was saved with this codec."""
-        if held.coder is None:
-            return
-        held.coder.replaced()
-        prefix = held.plan.codec + _MEMORY
-        whole = {
-            key.removeprefix(prefix): tensors
-            for key, tensors in saved.items()
-            if key.startswith(prefix) and len(tensors) == len(held.segments)
-        }
-        if whole:
-            held.coder.load_memories(whole)
+        held.load_memories(memories)
 
     def _open_checkpoint(self, group: int, path: str) -> tuple[PieceReader, frozenset[str]]:
         """Return a group's reader and trained parameters; it is read and compared once."""
@@ -303,16 +280,9 @@ class ShardStore:
                     scalars[spec.name] = numbers
                 for key, tensor in tensors.items():
                     sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
-                for key, tensor in self._memories(held, index).items():
+                for key, tensor in held.saved_memories(index).items():
                     sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
         return sections, scalars
-
-    @staticmethod
-    def _memories(held: HeldValue, segment: int) -> dict[str, torch.Tensor]:
-        if held.coder is None:
-            return {}
-        prefix = held.plan.codec + _MEMORY
-        return {prefix + key: pieces[segment] for key, pieces in held.coder.memories().items()}
 
     def state_bytes(self) -> int:
         """Return the bytes of values and optimizer state that are held."""

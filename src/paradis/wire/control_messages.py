@@ -64,7 +64,11 @@ class Refused(ControlMessage, frozen=True, kw_only=True):
 
 
 class Register(ControlMessage, frozen=True, kw_only=True):
-    """Worker -> leader: the parameters of one ``wrap`` call (or of a later ``add_param_group``)."""
+    """Worker -> leader: the parameters of one ``wrap`` call (or of a later ``add_param_group``).
+
+    Attributes:
+        coded_from: first step that may travel as codes; -1: when the leader says so.
+    """
 
     rank: int
     group: int
@@ -73,6 +77,7 @@ class Register(ControlMessage, frozen=True, kw_only=True):
     optimizer: str
     options: list[Options]
     step: int = 0
+    coded_from: int = 0
 
 
 class Plan(ControlMessage, frozen=True, kw_only=True):
@@ -190,6 +195,16 @@ class Variance(ControlMessage, frozen=True, kw_only=True):
     counts: dict[int, int]
 
 
+class Freeze(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> workers: the group may travel as codes from ``step`` on.
+
+    It does from the first step after all workers have said in a commit that they know.
+    """
+
+    group: int
+    step: int
+
+
 class Report(ControlMessage, frozen=True, kw_only=True):
     """Node -> leader: counters since its start (``observe/metrics.py``)."""
 
@@ -247,7 +262,7 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
     Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
-    NodeExited, Beat, Variance,
+    NodeExited, Beat, Variance, Freeze,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone,
 )  # fmt: skip

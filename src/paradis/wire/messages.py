@@ -18,6 +18,7 @@ from paradis.wire.control_messages import CheckpointDone as CheckpointDone
 from paradis.wire.control_messages import CheckpointInfo as CheckpointInfo
 from paradis.wire.control_messages import ControlMessage as ControlMessage
 from paradis.wire.control_messages import Failed as Failed
+from paradis.wire.control_messages import Freeze as Freeze
 from paradis.wire.control_messages import Join as Join
 from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
@@ -165,6 +166,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
     Attributes:
         unchanged: no payload, the value is that of ``version - 1``.
         present: of a code: bit i is set if segment i was updated; empty: all were.
+        coded_from: first step that travels as codes, -1: not known yet.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
         priority: place of the shard in admission order from the next step on.
     """
@@ -174,6 +176,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
     found_inf: bool = False
     priority: int = -1
     present: bytes = b""
+    coded_from: int = -1
 
     @property
     def urgency(self) -> int:
@@ -211,9 +214,14 @@ class AssignAck(DataMessage, frozen=True, kw_only=True):
 
 
 class PullState(DataMessage, frozen=True, kw_only=True):
-    """Worker -> server: send value and optimizer state of the shard at ``version``."""
+    """Worker -> server: send value and optimizer state of the shard at ``version``.
+
+    Attributes:
+        memories: send what its codes start from instead.
+    """
 
     KIND: ClassVar[int] = 12
+    memories: bool = False
 
 
 class State(DataMessage, frozen=True, kw_only=True):

@@ -76,6 +76,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         options: hyper-parameters per parameter group, the one source of truth for this step.
         found_inf: this worker's GradScaler saw an overflow: nobody applies the step.
         clip: factor for the mean gradient; 1.0 when not clipped.
+        coded_from: what the leader has told this worker of the first coded step, -1: nothing.
         changed: shard -> digest per segment, where the script changed values since the last update.
         order: shards in the order in which backward yielded them, from the lowest rank, when it has
             learnt it; otherwise empty.
@@ -88,6 +89,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     clip: float = 1.0
     changed: dict[int, list[int]] = {}
     order: tuple[int, ...] = ()
+    coded_from: int = -1
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):

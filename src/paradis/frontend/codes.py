@@ -1,0 +1,101 @@
+"""When a ``wrap`` call's gradients travel as codes, and what a worker's codes start from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from paradis.errors import ConfigError
+from paradis.roles import events as ev
+from paradis.runtime.shard_store import split_sections
+from paradis.storage.manifest import group_directory, read_manifest, resolve
+from paradis.wire.messages import Options
+
+if TYPE_CHECKING:
+    from paradis.frontend.binding import Binding
+
+_BATCH = 16
+"""Shards whose memories are fetched at a time, which bounds what is held twice."""
+
+
+class Codes:
+    """The codes of one ``wrap`` call.
+
+    Args:
+        binding: the call.
+
+    Attributes:
+        ready: servers hold the group's values.
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._begun = self.ready = False
+
+    def first_step(self, options: Sequence[Options], step: int) -> int:
+        """Return the first step of this run that may travel as codes; -1: the leader says so.
+
+        Args:
+            options: per parameter group.
+            step: of the run, at which parameters join.
+
+        Raises:
+            ConfigError: parameter groups differ in what holds for the whole call.
+        """
+        binding = self._binding
+        if binding.optimizer_name != "OneBitAdam":
+            return 0
+        for key in ("freeze_step", "scale"):
+            if len({str(o.get(key)) for o in options}) > 1:
+                raise ConfigError(
+                    f"paradis.wrap refused: {key} of OneBitAdam differs between parameter groups; "
+                    "all freeze at once and alike: give it to the optimizer, not to a group"
+                )
+        role = binding.session.node.worker_role.groups.get(binding.group)
+        if step and role is not None:
+            return role.coded_from
+        done = self._saved_steps()
+        if done < 0:
+            return 0
+        fixed = options[0].get("freeze_step")
+        return max(0, int(fixed) - done) if isinstance(fixed, int) else -1
+
+    def _saved_steps(self) -> int:
+        """Return the steps behind the checkpoint that the job resumes from; -1: frozen there."""
+        restore = self._binding.session.settings.restore
+        if not restore:
+            return 0
+        manifest = read_manifest(group_directory(resolve(Path(restore)), self._binding.group))
+        frozen = any(piece.key.endswith(".inverse") for piece in manifest.pieces)
+        return -1 if frozen else manifest.step
+
+    def follow(self) -> None:
+        """See whether the next step travels as codes, and prepare for it once."""
+        binding = self._binding
+        group = binding.session.node.worker_role.groups.get(binding.group)
+        coded = group is not None and group.coded
+        if coded and self.ready and not self._begun and binding.session.alive:
+            self._begun = True
+            shards = [s for s, m in binding.memory.shards.items() if m.plan.codec.startswith("one")]
+            for start in range(0, len(shards), _BATCH):
+                self._fetch(tuple(shards[start : start + _BATCH]))
+        binding.memory.coded = coded
+
+    def _fetch(self, shards: tuple[int, ...]) -> None:
+        binding = self._binding
+        binding.ask("state", ev.StateAsked(binding.group, shards, memories=True))
+        for shard in shards:
+            kept = binding.session.node.kept.pop((binding.group, shard))
+            memory = binding.memory.shards[shard]
+            data = torch.frombuffer(bytearray(kept.data), dtype=torch.uint8)
+            columns = split_sections(data, memory.plan, kept.keys, kept.dtypes)
+            assert memory.coder is not None
+            memory.coder.load_memories(
+                {
+                    key: [column[s.start : s.start + s.length] for s in memory.plan.segments]
+                    for key, column in columns.items()
+                }
+            )
