@@ -20,6 +20,9 @@ SIGN_BLOCK: Final = 1024
 INT8_BLOCK: Final = 256
 """Elements that share a scale in a byte code."""
 
+BLOCK_ELEMENTS: Final = 1024
+"""Tensors that travel as codes are cut at multiples of this: of the block of every codec."""
+
 _SCALE_BYTES: Final = 4
 
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from paradis.core.codes import BLOCK_ELEMENTS
 from paradis.errors import ConfigError
 
 _ELEMENT_BYTES: Final = {
@@ -288,7 +289,8 @@ def _cut(
     info: ParameterInfo, index: int, place: int, *, prefix: str, config: LayoutConfig
 ) -> list[_Draft]:
     """Cut a parameter into the fewest pieces that fit, whose sizes differ by one unit at most."""
-    unit = config.cut_elements
+    # Codes have a scale per block: cut between blocks, and a code does not depend on the cut.
+    unit = max(config.cut_elements, BLOCK_ELEMENTS) if info.codec else config.cut_elements
     units = -(-info.numel // unit)
     units_max = config.shard_bytes // (unit * info.element_bytes)
     if info.bytes <= config.shard_bytes:

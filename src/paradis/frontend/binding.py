@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from paradis.errors import ConfigError, ParadisError, StateError
@@ -83,6 +84,11 @@ class Binding:
     def steps_done(self) -> int:
         """Finished steps of this group, those before a restore included, and one on its way."""
         return self._steps_before + max(self._step, self._begun)
+
+    @property
+    def steps_before(self) -> int:
+        """Steps done before the restore that this run began with."""
+        return self._steps_before
 
     @property
     def _step(self) -> int:
@@ -354,6 +360,7 @@ class Binding:
         info = checkpoint_info(
             str(group_directory(path, self.group)), self.group, self.steps_done, options, extra
         )
+        info = msgspec.structs.replace(info, workers=self._codes.savers())
         node = self.session.node
         node.forget(-1, f"checkpoint {info.checkpoint}")
         buffers = [s for s, m in self.memory.shards.items() if m.plan.is_buffer and m.plan.length]

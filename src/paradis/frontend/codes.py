@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from paradis.errors import ConfigError
+from paradis.numerics.coding import WorkerCoder
 from paradis.roles import events as ev
 from paradis.runtime.shard_store import split_sections
+from paradis.runtime.worker_memory import ShardMemory, own_key
+from paradis.storage.checkpoint import PieceReader
 from paradis.storage.manifest import group_directory, read_manifest, resolve
 from paradis.wire.messages import Options
 
@@ -63,6 +66,47 @@ class Codes:
         fixed = options[0].get("freeze_step")
         return max(0, int(fixed) - done) if isinstance(fixed, int) else -1
 
+    def _take_own(self) -> None:
+        """Take what this worker's codes had left out from the checkpoint.
+
+        Where other workers saved it, everybody takes the mean, so that the sum is what it was.
+        """
+        binding = self._binding
+        directory = group_directory(resolve(Path(binding.session.settings.restore)), binding.group)
+        manifest = read_manifest(directory)
+        keys: dict[str, dict[str, None]] = {}
+        for piece in manifest.pieces:
+            keys.setdefault(piece.parameter, {})[piece.key] = None
+        reader = PieceReader(directory, manifest)
+        for memory in binding.memory.shards.values():
+            if memory.coder is not None and memory.coder.own():
+                self._load_own(memory, memory.coder, reader, keys)
+
+    def _load_own(
+        self, memory: ShardMemory, coder: WorkerCoder, reader: PieceReader,
+        keys: Mapping[str, Mapping[str, None]],
+    ) -> None:  # fmt: skip
+        members = self._binding.members()
+        loaded = dict(coder.memories())
+        for name, pieces in coder.own().items():
+            found: list[torch.Tensor] = []
+            for segment, bound, piece in zip(
+                memory.plan.segments, memory.tensors, pieces, strict=True
+            ):
+                here = keys.get(bound.name, {})
+                saved = saved_ranks(memory.plan.codec, name, here)
+                rank = self._binding.session.rank
+                wanted = [rank] if tuple(saved) == members else [*saved]
+                total = torch.zeros_like(piece)
+                dtype = str(piece.dtype).removeprefix("torch.")
+                for each in wanted:
+                    total += reader.read(
+                        bound.name, saved[each], segment.offset, segment.length, dtype
+                    )
+                found.append(total.div_(max(1, len(wanted))))
+            loaded[name] = found
+        coder.load_memories(loaded)
+
     def _saved_steps(self) -> int:
         """Return the steps behind the checkpoint that the job resumes from; -1: frozen there."""
         restore = self._binding.session.settings.restore
@@ -71,6 +115,11 @@ class Codes:
         manifest = read_manifest(group_directory(resolve(Path(restore)), self._binding.group))
         frozen = any(piece.key.endswith(".inverse") for piece in manifest.pieces)
         return -1 if frozen else manifest.step
+
+    def savers(self) -> tuple[int, ...]:
+        """Return the workers that have a part of their own in a checkpoint."""
+        coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
+        return self._binding.members() if any(c.own() for c in coders) else ()
 
     def follow(self) -> None:
         """See whether the next step travels as codes, and prepare for it once."""
@@ -82,6 +131,8 @@ class Codes:
             shards = [s for s, m in binding.memory.shards.items() if m.plan.codec.startswith("one")]
             for start in range(0, len(shards), _BATCH):
                 self._fetch(tuple(shards[start : start + _BATCH]))
+            if binding.session.settings.restore and binding.steps_done == binding.steps_before:
+                self._take_own()
         binding.memory.coded = coded
 
     def _fetch(self, shards: tuple[int, ...]) -> None:
@@ -99,3 +150,10 @@ class Codes:
                     for key, column in columns.items()
                 }
             )
+
+
+def saved_ranks(codec: str, name: str, keys: Iterable[str]) -> dict[int, str]:
+    """Return rank -> key of a worker's own memory among a parameter's keys, by rank."""
+    prefix = own_key(codec, name, 0)[:-1]
+    ranks = {k.removeprefix(prefix): k for k in keys if k.startswith(prefix)}
+    return {int(r): ranks[r] for r in sorted(ranks, key=int) if r.isdecimal()}

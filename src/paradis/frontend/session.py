@@ -194,6 +194,7 @@ class Session:
             self._pulse.stop()
         error = error or failed
         if error is None and self.node.error is None:
+            self.node.parts.finish()
             self.node.post(LeaveAsked())
             self.node.driver.settle(_SETTLE_S)  # another thread may be in the middle of an event
         elif self.node.error is None or self.node.driver.interrupted:

@@ -109,6 +109,10 @@ class WorkerCoder(ABC):
         """Return name -> per segment (length,) tensor, lent: what a checkpoint must have."""
         return {}
 
+    def own(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return those of the memories that no server has, lent."""
+        return self.memories()
+
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:  # noqa: B027
         """Take over what `memories` returned. Copied."""
 

@@ -302,6 +302,9 @@ class OneBitAdamWorker(WorkerCoder):
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         return self._shard.memories()
 
+    def own(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        return {name: kept for name, kept in self._shard.memories().items() if name == "error"}
+
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._shard.load_memories(memories)
 

@@ -101,6 +101,9 @@ class LeaderRole(LeaderViews):
                 self._on_variance(message)
             case msg.Report():
                 self._reports[message.node] = message.counters
+            case msg.MemoriesCopied():
+                self._saves.copied(message)
+                self._send(worker_id(0), message)
             case msg.CheckpointInfo() | msg.Saved() | msg.SaveFailed():
                 self._on_checkpoint(message)
 
@@ -241,10 +244,17 @@ class LeaderRole(LeaderViews):
             self._finish("all workers have finished", now_ns)
             return
         self._left[rank] = steps
+        self._save_without(rank)
         if self.view is None:
             self._check_never_joined(now_ns)
             return
         self._go_on_without(rank, now_ns)
+
+    def _save_without(self, rank: int) -> None:
+        told, ready = self._saves.left(rank)
+        self._out.extend(ready)
+        for message in told:
+            self._send(worker_id(0), message)
 
     def _go_on_without(self, rank: int, now_ns: int) -> None:
         """The servers say so, or fail the job, if the others really make another step."""
@@ -389,6 +399,9 @@ class LeaderRole(LeaderViews):
             self._out.append(answer)
         else:
             self._checkpoint_done(answer)
+        if isinstance(message, msg.CheckpointInfo):
+            for node, told in self._saves.ask_workers(message):
+                self._send(node, told)
 
     def _checkpoint_done(self, done: msg.CheckpointDone | None) -> None:
         if done is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.wire import messages as msg
 
@@ -18,6 +19,7 @@ class Save:
     """One checkpoint; parts may come before its info, for they travel on other streams.
 
     Attributes:
+        uncopied: ranks whose part is not copied yet; worker 0 waits for it.
         plans: those of its group when the info came. Who asked knew of no later one: it registers
             what it adds on the same stream, and waits for the plan.
     """
@@ -25,6 +27,7 @@ class Save:
     info: msg.CheckpointInfo | None = None
     plans: tuple[msg.Plan, ...] = ()
     parts: dict[str, msg.Saved] = field(default_factory=dict)
+    uncopied: dict[int, None] = field(default_factory=dict)
     failed: str = ""
 
 
@@ -34,6 +37,7 @@ class Saves:
     def __init__(self) -> None:
         self._open: dict[str, Save] = {}
         self._closed: dict[str, msg.CheckpointDone] = {}
+        self._left: dict[str, None] = {}
 
     def __bool__(self) -> bool:
         """Whether a checkpoint is not complete."""
@@ -67,10 +71,56 @@ class Saves:
             return None
         if save.failed:
             return self.close(name, "", save.failed)
+        return self._complete(save)
+
+    def _complete(self, save: Save) -> fx.WriteManifest | None:
+        assert save.info is not None
         owners = sorted({s.server for p in save.plans for s in p.shards})
-        if not all(o in save.parts for o in owners):
+        workers = [worker_id(r) for r in save.info.workers]
+        awaited = [*owners, *(w for w in workers if w not in self._left)]
+        if not all(o in save.parts for o in awaited):
             return None
-        return fx.WriteManifest(save.info, save.plans, tuple(save.parts[o] for o in owners))
+        parts = tuple(save.parts[o] for o in (*owners, *workers) if o in save.parts)
+        return fx.WriteManifest(save.info, save.plans, parts)
+
+    def ask_workers(self, info: msg.CheckpointInfo) -> list[tuple[NodeId, msg.ControlMessage]]:
+        """Return what to tell whom so that workers copy their parts; after `note`."""
+        save = self._open.get(info.checkpoint)
+        ask = msg.CopyMemories(checkpoint=info.checkpoint, group=info.group, step=info.step)
+        told: list[tuple[NodeId, msg.ControlMessage]] = []
+        for rank in info.workers:
+            if worker_id(rank) in self._left:
+                told.append((worker_id(0), _copied(rank, info)))
+            else:
+                told.append((worker_id(rank), ask))
+                if save is not None:
+                    save.uncopied[rank] = None
+        return told
+
+    def copied(self, message: msg.MemoriesCopied) -> None:
+        """A worker's part is copied."""
+        if message.checkpoint in self._open:
+            self._open[message.checkpoint].uncopied.pop(message.rank, None)
+
+    def left(self, rank: int) -> tuple[list[msg.ControlMessage], list[fx.WriteManifest]]:
+        """A worker has left: do without its parts.
+
+        Returns:
+            What worker 0 must hear, and the manifests that waited for this worker alone.
+        """
+        self._left[worker_id(rank)] = None
+        told: list[msg.ControlMessage] = []
+        ready: list[fx.WriteManifest] = []
+        for save in self._open.values():
+            if save.info is None or rank not in save.info.workers:
+                continue
+            if rank in save.uncopied:
+                del save.uncopied[rank]
+                told.append(_copied(rank, save.info))
+            done = None if save.failed else self._complete(save)
+            if done is not None and worker_id(rank) not in save.parts:
+                ready.append(done)
+        return told, ready
 
     def close(self, name: str, path: str, error: str) -> msg.CheckpointDone | None:
         """The manifest is written, or never will be; None if that was known."""
@@ -80,3 +130,7 @@ class Saves:
         done = msg.CheckpointDone(checkpoint=name, path=path, step=save.info.step, error=error)
         self._closed[name] = done
         return done
+
+
+def _copied(rank: int, info: msg.CheckpointInfo) -> msg.MemoriesCopied:
+    return msg.MemoriesCopied(rank=rank, checkpoint=info.checkpoint, group=info.group)

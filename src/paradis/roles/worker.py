@@ -74,6 +74,12 @@ class WorkerRole(WorkerValues):
                 self._send(LEADER, event.registration)
             case ev.LeaveAsked():
                 self._leave()
+            case ev.Copied():
+                self._send(LEADER, msg.MemoriesCopied(
+                    rank=self.config.rank, checkpoint=event.checkpoint, group=event.group,
+                ))  # fmt: skip
+            case ev.Written():
+                self._on_written(event)
 
     # ---------------------------------------------------------------- control
 
@@ -89,6 +95,10 @@ class WorkerRole(WorkerValues):
             case msg.Freeze():
                 if message.group in self.groups:
                     self.groups[message.group].told = message.step
+            case msg.CopyMemories():
+                self._on_copy(message)
+            case msg.MemoriesCopied():
+                self._on_copied_elsewhere(message)
             case msg.Failed() | msg.Refused():
                 self._fail(message.error, message.text)
             case msg.CheckpointDone():
@@ -188,6 +198,9 @@ class WorkerRole(WorkerValues):
     def _finish(self, group: Group) -> None:
         found_inf = group.found_inf
         group.next_step()
+        for checkpoint, step in group.copies.items():
+            if step == group.step:
+                self._out.append(fx.Copy(group.index, checkpoint, step))
         self._out.append(fx.Complete(group.index, "step", group.step, found_inf=found_inf))
 
     # ------------------------------------------------------------------- links

@@ -100,6 +100,7 @@ class Group:
         started: receiver -> (step, parts) its outbox was begun for.
         coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
         told: what the leader says that it may be.
+        copies: checkpoint -> step, of which this worker's part is to be copied, or is; last few.
     """
 
     index: int
@@ -117,6 +118,7 @@ class Group:
     pull_round: int = 0
     state_round: int = 0
     snapshot: CheckpointInfo | None = None
+    copies: dict[str, int] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
     waiting: dict[int, None] = field(default_factory=dict)
     assigning: dict[int, None] = field(default_factory=dict)

@@ -7,12 +7,15 @@ same kind is known by its number.
 from __future__ import annotations
 
 from paradis.core.flow import ASSIGN
-from paradis.ids import LEADER, NodeId
+from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_pushes import WorkerPushes
 from paradis.roles.worker_state import Assignment, Group, Shard
 from paradis.wire import messages as msg
+
+_COPIES_MAX = 8
+"""Checkpoints remembered, so that one asked for twice at a step is not copied twice."""
 
 
 class WorkerValues(WorkerPushes):
@@ -204,6 +207,7 @@ class WorkerValues(WorkerPushes):
         assert isinstance(event.info, msg.CheckpointInfo)
         group.snapshot = event.info
         group.snapshot_from = dict.fromkeys(s.server for s in group.shards.values())
+        group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in event.info.workers))
         self._send(LEADER, event.info)
         self._send_snapshot(group)
 
@@ -217,10 +221,44 @@ class WorkerValues(WorkerPushes):
     def _on_snapshot_ack(self, group: Group, source: NodeId, ack: msg.SnapshotAck) -> None:
         if group.snapshot is None or ack.checkpoint != group.snapshot.checkpoint:
             return
+        self._snapshot_done(group, source)
+
+    def _snapshot_done(self, group: Group, source: NodeId) -> None:
         group.snapshot_from.pop(source, None)
         if not group.snapshot_from:
             group.snapshot = None
             self._out.append(fx.Complete(group.index, "snapshot", group.step))
+
+    # ------------------------------------------------ this worker's part of a checkpoint
+
+    def _on_copy(self, ask: msg.CopyMemories) -> None:
+        """Copy what codes have left out, once this worker has done the step, too."""
+        group = self.groups.get(ask.group)
+        if group is None:
+            return
+        known = ask.checkpoint in group.copies
+        group.copies = dict([*group.copies.items()][-_COPIES_MAX:])
+        group.copies[ask.checkpoint] = ask.step
+        if known:
+            self._send(LEADER, msg.MemoriesCopied(
+                rank=self.config.rank, checkpoint=ask.checkpoint, group=ask.group,
+            ))  # fmt: skip
+        elif group.step == ask.step:
+            self._out.append(fx.Copy(group.index, ask.checkpoint, ask.step))
+
+    def _on_copied_elsewhere(self, message: msg.MemoriesCopied) -> None:
+        group = self.groups.get(message.group)
+        if group is None or group.snapshot is None:
+            return
+        if group.snapshot.checkpoint == message.checkpoint:
+            self._snapshot_done(group, worker_id(message.rank))
+
+    def _on_written(self, event: ev.Written) -> None:
+        if event.saved is not None:
+            self._send(LEADER, event.saved)
+        else:
+            self._send(LEADER, msg.SaveFailed(node=self.node, checkpoint=event.checkpoint,
+                                              text=event.error))  # fmt: skip
 
     def _release(self, event: ev.Received) -> None:
         if event.lease:

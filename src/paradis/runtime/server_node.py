@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import torch
@@ -19,13 +17,12 @@ from paradis.roles import events as ev
 from paradis.roles.receiver import Receiver
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import Node
+from paradis.runtime.part_writer import PartWriter
 from paradis.runtime.shard_store import ShardStore
-from paradis.storage.checkpoint import Section, write_part
 from paradis.storage.tensorfile import torch_dtype
 from paradis.wire.frame import FrameHeader
-from paradis.wire.messages import DataMessage, Push, RackPush, Saved, State, Update
+from paradis.wire.messages import DataMessage, Push, RackPush, State, Update
 
-_WRITER_TIMEOUT_S = 60.0
 _PUSHES = (Push.KIND, RackPush.KIND)
 
 
@@ -96,7 +93,7 @@ class ServerNode(SummingNode):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._dtypes = {}
         self.store = ShardStore()
-        self._writers: list[threading.Thread] = []
+        self._parts = PartWriter(self.identity.node, self.driver.post)
         self._queued: dict[tuple[str, int, int, int, int], None] = {}
 
     def carry_own(self, effect: fx.Effect) -> None:
@@ -225,48 +222,18 @@ class ServerNode(SummingNode):
         self.run_job("measuring norms", job, nbytes=1 << 30)
 
     def _copy(self, effect: fx.Copy) -> None:
-        def job() -> ev.Event:
-            for earlier in self._writers:  # one copy at a time, or a slow disk fills the memory
-                earlier.join(_WRITER_TIMEOUT_S)
-                if earlier.is_alive():
-                    text = f"the checkpoint before is not written after {_WRITER_TIMEOUT_S:.0f} s"
-                    self.driver.post(ev.Written(effect.checkpoint, None, text))
-                    return ev.Copied(effect.group, effect.checkpoint)
-            sections, scalars = self.store.copy(effect.group)
-            writer = threading.Thread(
-                target=self._write, args=(effect, sections, scalars), name="paradis-checkpoint"
-            )
-            self._writers = [w for w in self._writers if w.is_alive()] + [writer]
-            writer.start()
-            return ev.Copied(effect.group, effect.checkpoint)
-
-        self.run_job("copying for a checkpoint", job, nbytes=1 << 30)
-
-    def _write(
-        self, effect: fx.Copy, sections: list[Section], scalars: dict[str, dict[str, float]]
-    ) -> None:
-        try:
-            pieces = write_part(Path(effect.checkpoint), self.identity.node, sections)
-        except ParadisError as error:
-            self.driver.post(ev.Written(effect.checkpoint, None, error.message))
-            return
-        saved = Saved(
-            node=self.identity.node,
-            checkpoint=effect.checkpoint,
-            group=effect.group,
-            step=effect.step,
-            pieces=pieces,
-            scalars=scalars,
+        self.run_job(
+            "copying for a checkpoint",
+            lambda: self._parts.copy(effect, lambda: self.store.copy(effect.group)),
+            nbytes=1 << 30,
         )
-        self.driver.post(ev.Written(effect.checkpoint, saved))
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written."""
-        return any(w.is_alive() for w in self._writers)
+        return self._parts.writing
 
     def close(self) -> None:
         """Finish writing checkpoints, then release everything."""
-        for writer in self._writers:
-            writer.join(60.0)
+        self._parts.finish()
         super().close()

@@ -9,8 +9,9 @@ Invariant: at most one connection receives into a shard's value at a time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -19,6 +20,7 @@ from paradis.numerics.coders import worker_coder
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, same_order
+from paradis.storage.checkpoint import Section
 from paradis.wire.messages import ShardPlan
 
 
@@ -109,6 +111,7 @@ class ShardMemory:
         digests: xxh3_64 of each segment's value as last installed.
         state: optimizer state sections to send along with the value: key -> bytes.
         coder: where the plan names a codec.
+        lock: held while the coder's memories change or are copied.
         flats: per segment the gradient of the whole tensor, kept until it is coded.
     """
 
@@ -120,6 +123,7 @@ class ShardMemory:
     state: dict[str, memoryview]
     staged: bool = False
     coder: WorkerCoder | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
     flats: tuple[torch.Tensor | None, ...] = ()
 
     def bind(self) -> None:
@@ -185,7 +189,8 @@ class ShardMemory:
                 None if flat is None else flat[s.offset : s.offset + s.length]
                 for flat, s in zip(self.flats, self.plan.segments, strict=True)
             ]
-            self.coder.encode(gradients, code, options)
+            with self.lock:
+                self.coder.encode(gradients, code, options)
         self.gradient = [as_bytes(code)]
 
     def step(self, code: torch.Tensor, present: Sequence[bool], options: Options) -> None:
@@ -201,8 +206,23 @@ class ShardMemory:
             t.flat[s.offset : s.offset + s.length]
             for t, s in zip(self.tensors, self.plan.segments, strict=True)
         ]
-        self.coder.install(code, values, present, options)
-        self.coder.keep()
+        with self.lock:
+            self.coder.install(code, values, present, options)
+            self.coder.keep()
+
+    def sections(self, rank: int) -> list[Section]:
+        """Return copies of what codes have left out, as they are in a checkpoint."""
+        if self.coder is None:
+            return []
+        with self.lock:
+            return [
+                Section(tensor.name, own_key(self.plan.codec, name, rank), segment.offset,
+                        piece.clone())
+                for name, pieces in self.coder.own().items()
+                for segment, tensor, piece in zip(
+                    self.plan.segments, self.tensors, pieces, strict=True
+                )
+            ]  # fmt: skip
 
     def fill(self, data: memoryview) -> None:
         """Copy a received value into the tensors.
@@ -223,6 +243,11 @@ def _padding(nbytes: int) -> memoryview:
     """Return writable memory for padding bytes; what lands there is zeros, sent as zeros."""
     assert nbytes <= len(_ZEROS), nbytes
     return memoryview(_ZEROS)[:nbytes]
+
+
+def own_key(codec: str, name: str, rank: int) -> str:
+    """Return under which key a worker's own memory is in a checkpoint."""
+    return f"{codec}.{name}.{rank}"
 
 
 class GroupMemory:
@@ -292,7 +317,8 @@ class GroupMemory:
         """The shard's next value is the one it has: the step did not count for it."""
         coder = self.shards[shard].coder
         if coder is not None:
-            coder.forget()
+            with self.shards[shard].lock:
+                coder.forget()
         self.arrived(shard)
 
     def installed(self, shard: int) -> None:

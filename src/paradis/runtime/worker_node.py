@@ -14,7 +14,9 @@ from paradis.roles import effects as fx
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import ControlChannel, Node
+from paradis.runtime.part_writer import PartWriter
 from paradis.runtime.worker_memory import GroupMemory, ShardMemory
+from paradis.storage.checkpoint import Section
 from paradis.transport.base import Identity, Transport
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Assign, DataMessage, Update
@@ -38,6 +40,7 @@ class WorkerNode(Node):
     Attributes:
         memory: group -> its tensors.
         kept: (group, shard) -> state fetched last.
+        parts: writes this worker's part of checkpoints.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class WorkerNode(Node):
             role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
         )
         self.links.on_lost = self._peer_lost
+        self.parts = PartWriter(self.identity.node, self.driver.post)
 
     # --------------------------------------------------------------- receiving
 
@@ -124,6 +128,12 @@ class WorkerNode(Node):
             case fx.Keep():
                 self.memory[effect.group].kept(effect.shard)
                 self._wake()
+            case fx.Copy():
+                self.run_job(
+                    "copying for a checkpoint",
+                    lambda: self.parts.copy(effect, lambda: (self._own_memories(effect.group), {})),
+                    nbytes=1 << 30,
+                )
             case fx.KeepState():
                 self.kept[effect.group, effect.shard] = KeptState(
                     effect.keys, effect.dtypes, effect.scalars,
@@ -132,6 +142,11 @@ class WorkerNode(Node):
                 self.arena.release(effect.lease)
             case _:
                 super().carry_own(effect)
+
+    def _own_memories(self, group: int) -> list[Section]:
+        shards = self.memory[group].shards.values()
+        rank = self.worker_role.config.rank
+        return [section for shard in shards for section in shard.sections(rank)]
 
     def _received(self, lease: int) -> None:
         with self._changed:

@@ -242,13 +242,34 @@ class SaveFailed(ControlMessage, frozen=True, kw_only=True):
 
 
 class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
-    """Worker 0 -> leader, with its `Snapshot`: what belongs in the manifest beside the pieces."""
+    """Worker 0 -> leader, with its `Snapshot`: what belongs in the manifest beside the pieces.
+
+    Attributes:
+        workers: ranks that have a part of their own, what their codes have left out so far.
+    """
 
     checkpoint: str
     group: int
     step: int
     options: list[Options]
     extra: dict[str, Scalar]
+    workers: tuple[int, ...] = ()
+
+
+class CopyMemories(ControlMessage, frozen=True, kw_only=True):
+    """Leader -> workers: copy your part of a checkpoint as it is after ``step`` steps."""
+
+    checkpoint: str
+    group: int
+    step: int
+
+
+class MemoriesCopied(ControlMessage, frozen=True, kw_only=True):
+    """Worker -> leader -> worker 0: this worker's part is copied; training may go on."""
+
+    rank: int
+    checkpoint: str
+    group: int
 
 
 class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
@@ -264,5 +285,5 @@ CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
     Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
     NodeExited, Beat, Variance, Freeze,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
-    CheckpointDone,
+    CheckpointDone, CopyMemories, MemoriesCopied,
 )  # fmt: skip

@@ -17,11 +17,13 @@ from paradis.wire.control_messages import Beat as Beat
 from paradis.wire.control_messages import CheckpointDone as CheckpointDone
 from paradis.wire.control_messages import CheckpointInfo as CheckpointInfo
 from paradis.wire.control_messages import ControlMessage as ControlMessage
+from paradis.wire.control_messages import CopyMemories as CopyMemories
 from paradis.wire.control_messages import Failed as Failed
 from paradis.wire.control_messages import Freeze as Freeze
 from paradis.wire.control_messages import Join as Join
 from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
+from paradis.wire.control_messages import MemoriesCopied as MemoriesCopied
 from paradis.wire.control_messages import NodeExited as NodeExited
 from paradis.wire.control_messages import Plan as Plan
 from paradis.wire.control_messages import PlanReady as PlanReady

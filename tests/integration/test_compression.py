@@ -1,0 +1,92 @@
+"""Codes on the wire: real workers and servers do what their coders do on whole tensors."""
+# ruff: noqa: F401, F811 - fixtures are imported, and named as arguments
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preloaded import Job, Preloaded, preloaded, start_job
+
+SCRIPT = Path(__file__).with_name("coded_worker.py")
+SMALL = {
+    "communication.shard_size": "64KiB",
+    "communication.bucket_size": "32KiB",
+    "communication.small_tensor": "32KiB",
+}
+WAYS = ("bf16", "int8", "onebit", "lion")
+STEPS = 10
+
+Start = Callable[..., Job]
+
+
+def settings_of(way: str) -> dict[str, str]:
+    """Optimizers with a code of their own need no setting."""
+    return SMALL | ({"training.compression": way} if way in ("bf16", "int8") else {})
+
+
+def results(directory: Path, workers: int) -> dict[str, Any]:
+    """Return what rank 0 wrote, after checking that nothing differed anywhere."""
+    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(workers)]
+    for rank, result in enumerate(found):
+        assert result["failures"] == [], f"rank {rank}"
+        assert result["digest"] == found[0]["digest"], f"rank {rank}"
+    first: dict[str, Any] = found[0]
+    return first
+
+
+@pytest.mark.parametrize("overlap", ["none", "layerwise"])
+@pytest.mark.parametrize("way", WAYS)
+def test_same_values(start_job: Start, tmp_path: Path, way: str, overlap: str) -> None:
+    """With absent and changed gradients, two workers and two servers, every step, bit for bit."""
+    settings = settings_of(way) | {"training.overlap": overlap}
+    words = [str(tmp_path), way, str(STEPS)]
+    start_job(SCRIPT, *words, workers=2, servers=2, settings=settings).succeed()
+    results(tmp_path, 2)
+
+
+@pytest.mark.parametrize("way", ["int8", "onebit"])
+def test_racks(start_job: Start, tmp_path: Path, way: str) -> None:
+    """Codes pass by the rack agents, tensors in full go through them; the same values."""
+    counts = {"workers": 2, "servers": 2, "dispatchers": 2, "racks": 2}
+    settings = settings_of(way) | {"communication.rack_aggregation": "on"}
+    start_job(SCRIPT, str(tmp_path), way, "8", settings=settings, **counts).succeed()
+    results(tmp_path, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes(start_job: Start, tmp_path: Path, way: str) -> None:
+    """A step's payload has the length that the closed forms give, up and down alike."""
+    words = [str(tmp_path), way, "5"]
+    start_job(SCRIPT, *words, workers=1, servers=2, settings=settings_of(way)).succeed()
+    result = results(tmp_path, 1)
+    padded = 0 if way == "lion" else 4 * (16 + 33)  # 7 and 33 elements in full, 64 bytes apart
+    sent, received = result["sizes"][-1]
+    assert sent == received == result["codes"] + padded
+
+
+@pytest.mark.parametrize("way", ["int8", "onebit", "lion"])
+@pytest.mark.parametrize("save", [2, 8])
+def test_resume(start_job: Start, tmp_path: Path, way: str, save: int) -> None:
+    """What codes have left out is saved: on other servers it goes on as if nothing had been."""
+    settings, first, second = settings_of(way), tmp_path / "1", tmp_path / "2"
+    first.mkdir()
+    second.mkdir()
+    words = [way, str(STEPS), "save", str(save)]
+    job = start_job(SCRIPT, str(first), *words, workers=2, servers=2, settings=settings)
+    job.succeed()
+    whole = results(first, 2)
+    settings["checkpoint.restore"] = str(job.run.path / "checkpoints")
+    words = [way, str(STEPS), "from", str(save)]
+    start_job(SCRIPT, str(second), *words, workers=2, servers=3, settings=settings).succeed()
+    assert results(second, 2)["digest"] == whole["digest"]
+
+
+def test_automatic_freeze(start_job: Start, tmp_path: Path) -> None:
+    """The dispatcher finds the variance steady; all switch at the same step."""
+    words = [str(tmp_path), "auto", "310"]
+    start_job(SCRIPT, *words, workers=2, servers=2, settings=SMALL).succeed()
+    assert results(tmp_path, 2)["first_coded"] == 300
