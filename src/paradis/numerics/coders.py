@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -13,8 +14,10 @@ from paradis.numerics.codecs.onebit import OneBit
 from paradis.numerics.codecs.plain import Bfloat16
 from paradis.numerics.coding import ServerCoder, WorkerCoder
 from paradis.numerics.delta_coding import DeltaServer, DeltaWorker
+from paradis.numerics.elementwise import Options
 from paradis.numerics.lion_coding import LionServer, LionWorker
 from paradis.numerics.onebit_coding import OneBitAdamServer, OneBitAdamWorker
+from paradis.numerics.shard_optimizer import ShardOptimizer
 
 _CODECS = {"bf16": Bfloat16, "int8": Int8}
 _SIGNS = {"onebit": OneBit(), "onebit-tensor": OneBit(block_elements=None, norm="l2")}
@@ -31,6 +34,10 @@ def worker_coder(codec: str, lengths: Sequence[int]) -> WorkerCoder:
         ConfigError: unknown codec, or its kernels need Numba, which is not installed.
     """
     _check(codec)
+    return _worker(codec, lengths)
+
+
+def _worker(codec: str, lengths: Sequence[int]) -> WorkerCoder:
     if codec == "lion":
         return LionWorker(lengths)
     if codec in _SIGNS:
@@ -58,6 +65,16 @@ def server_coder(
         ConfigError: as `worker_coder`.
     """
     _check(codec)
+    return _server(codec, length, spans, values, offsets)
+
+
+def _server(
+    codec: str,
+    length: int,
+    spans: Sequence[tuple[int, int]],
+    values: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+) -> ServerCoder:
     if codec == "lion":
         return LionServer(spans, values, offsets)
     if codec in _SIGNS:
@@ -75,3 +92,25 @@ def _check(codec: str) -> None:
         )
     if codec != "bf16":
         require_kernels(f"codec {codec}")
+    _warm(codec)
+
+
+@cache
+def _warm(codec: str) -> None:
+    """Load (or compile) the kernels of a codec now: in the first step others would wait for it."""
+    value = torch.zeros(8)
+    options: Options = {"lr": 0.0, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
+    server = _server(codec, 8, [(0, 8)], [value], [0])
+    worker = _worker(codec, [8])
+    state = {"exp_avg": torch.ones(8), "exp_avg_sq": torch.ones(8)}
+    server.begin([(state, {"step": 1.0})], options)
+    worker.load_memories(server.start() or worker.memories())
+    optimizer = ShardOptimizer("SGD", {"lr": 0.0}, [value])
+    code, mean = torch.empty(worker.code_bytes, dtype=torch.uint8), torch.zeros(8)
+    for _ in range(2):  # 1-bit Adam's first momentum are numbers, later ones codes
+        worker.encode([torch.ones(8)], code, options)
+        server.add(code, mean, first=True)
+        server.add(code, mean, first=False)
+        server.update(mean, optimizer, [True], options)
+        worker.install(server.code, [torch.zeros(8)], [True], options)
+        worker.keep()

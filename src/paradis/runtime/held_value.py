@@ -93,5 +93,7 @@ class HeldValue:
             for key, tensors in saved.items()
             if key.startswith(prefix) and len(tensors) == len(self.segments)
         }
+        # A rank after the name: a worker's own.
+        whole = {key: tensors for key, tensors in whole.items() if MEMORY not in key}
         if whole:
             self.coder.load_memories(whole)
