@@ -58,7 +58,13 @@ class Codes:
                     "all freeze at once and alike: give it to the optimizer, not to a group"
                 )
         role = binding.session.node.worker_role.groups.get(binding.group)
-        if step and role is not None:
+        if role is not None and role.parts:
+            if role.coded:
+                raise ConfigError(
+                    "add_param_group refused: OneBitAdam has frozen its variance, and new "
+                    "parameters have none; add them before the freeze, or wrap them in an "
+                    "optimizer of their own"
+                )
             return role.coded_from
         done = self._saved_steps()
         if done < 0:

@@ -487,7 +487,8 @@ class Receiver:
         group.options = plan.options
         group.specs.extend(plan.parameters)
         mine = tuple(shards)
-        group.coded_from = plan.coded_from
+        if not plan.part:
+            group.coded_from = plan.coded_from
         for shard_plan in mine:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard

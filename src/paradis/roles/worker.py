@@ -156,7 +156,8 @@ class WorkerRole(WorkerValues):
         group.parts = plan.part + 1
         group.step = plan.step
         agent = self._agent()
-        group.coded_from = plan.coded_from
+        if not plan.part:
+            group.coded_from = plan.coded_from
         for shard in plan.shards:
             through = agent and not shard.is_buffer and not shard.codec
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)

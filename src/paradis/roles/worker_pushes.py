@@ -50,6 +50,11 @@ class WorkerPushes:
     def _finish(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
+    def members(self) -> tuple[int, ...]:
+        """Return the ranks that take part."""
+        assert self.view is not None
+        return self.view.members
+
     # ------------------------------------------------------------------ routes
 
     def _agent(self) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from paradis.core.flow import Outbox
 from paradis.core.waits import find_cycle
+from paradis.ids import worker_id
 from paradis.numerics.reduce import square_sum
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -228,6 +229,12 @@ class Saving:
         self.asked: dict[str, None] = {}
         self.done: dict[str, None] = {}
 
+    def copying_memories(self, worker: SimWorker, effect: fx.Copy) -> None:
+        """A worker copies its part: it has done just the steps that the checkpoint is of."""
+        step = worker.role.groups[effect.group].step
+        demand(step == effect.step, self, f"{worker.node} copies after {step} steps for a "
+               f"checkpoint of {effect.step}")  # fmt: skip
+
     def copying(self, node: ServerNode, effect: fx.Copy) -> None:
         """A server copies its shards of a group."""
         for shard, plan in node.plans.items():
@@ -240,7 +247,11 @@ class Saving:
     def manifest(self, effect: fx.WriteManifest) -> None:
         """The leader writes a manifest: all owners have written, of one step."""
         owners = {s.server for plan in effect.plans for s in plan.shards}
-        demand({p.node for p in effect.parts} == owners, self, f"{effect.info} misses parts")
+        workers = {worker_id(r) for r in effect.info.workers}
+        gone = {n for n in workers if getattr(self._sim.nodes[n], "finished", False)}
+        nodes = {p.node for p in effect.parts}
+        demand(owners | workers - gone <= nodes <= owners | workers, self,
+               f"{effect.info} has the parts of {sorted(nodes)}")  # fmt: skip
         demand(all(p.step == effect.info.step for p in effect.parts), self, "parts of two steps")
 
 
@@ -328,6 +339,10 @@ class Checkers:
     def copying(self, node: ServerNode, effect: fx.Copy) -> None:
         """A server copies for a checkpoint."""
         self._saving.copying(node, effect)
+
+    def copying_memories(self, worker: SimWorker, effect: fx.Copy) -> None:
+        """A worker copies its part of a checkpoint."""
+        self._saving.copying_memories(worker, effect)
 
     def manifest(self, effect: fx.WriteManifest) -> None:
         """The leader writes a manifest."""

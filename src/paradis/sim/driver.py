@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import xxhash
 
-from paradis.ids import LEADER, NodeId, dispatcher_id, server_id
+from paradis.ids import LEADER, NodeId, dispatcher_id, server_id, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader import LeaderConfig, LeaderRole
@@ -117,6 +117,10 @@ class Simulation:
             self.nodes[worker.node] = worker
 
     def _join(self) -> None:
+        for rank, at_ns in enumerate(self.job.freeze_at_ns):
+            for group in range(len(self.job.models)):
+                told = ev.Received(LEADER, msg.Freeze(group=group, step=self.job.freeze))
+                self.at(at_ns, self.nodes[worker_id(rank)], told)
         for name, node in self.nodes.items():
             if isinstance(node, SimWorker):
                 register_worker(node)

@@ -102,6 +102,9 @@ class Job:
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
         coded: gradients and updates travel as codes, where the dtype allows.
+        freeze: the step that the leader names as the first coded one, while the job runs; -1: they
+            travel so from the beginning.
+        freeze_at_ns: when each worker hears of it.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -122,6 +125,8 @@ class Job:
     slow: dict[str, float] = field(default_factory=dict)
     retry_ns: int = 30 * MS
     coded: bool = False
+    freeze: int = -1
+    freeze_at_ns: tuple[int, ...] = ()
     liveness_ns: int = 20_000 * MS
 
     @property

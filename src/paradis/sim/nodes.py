@@ -246,6 +246,8 @@ class ServerNode(SummingNode):
                 self._open(effect)
             case fx.Apply():
                 self._apply(effect)
+            case fx.BeginCodes():
+                pass  # a code is the two values
             case fx.Store():
                 self._store(effect)
             case fx.Measure():

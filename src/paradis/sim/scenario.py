@@ -10,6 +10,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from paradis.sim.checkers import Violation
 from paradis.sim.driver import Result, Simulation
@@ -49,8 +50,16 @@ def scenario(seed: int, workload: str) -> Job:
         quota_bytes=source.choice((1, 1, 600, 1 << 20)), habits=_habits(source), weather=weather,
         faults=_faults(source, workers, servers, racks if racks_count else ()),
         leaves=leaves, slow=_slow(source, workers, servers),
-        coded=random.Random(seed * 31 + 7).random() < 0.25,
+        **_coded(random.Random(seed * 31 + 7), workers, steps),
     )  # fmt: skip
+
+
+def _coded(source: random.Random, workers: int, steps: int) -> dict[str, Any]:
+    coded = source.random() < 0.25
+    if not coded or source.random() < 0.5:
+        return {"coded": coded}
+    when = tuple(int(source.random() * 20 * MS) for _ in range(workers))
+    return {"coded": True, "freeze": source.randint(0, steps), "freeze_at_ns": when}
 
 
 def _models(source: random.Random) -> tuple[Model, ...]:

@@ -131,7 +131,7 @@ class Script:
         yield self.think()
         self.worker.tell(ev.RegisterAsked(msg.Register(
             rank=self.rank, group=group, part=part, parameters=parameters, optimizer="SGD",
-            options=self.options, step=self.step,
+            options=self.options, step=self.step, coded_from=-1 if self.job.freeze >= 0 else 0,
         )))  # fmt: skip
         done = yield (group, "plan")
         assert done is not None and done.plan is not None
@@ -343,7 +343,12 @@ class Script:
         if self.rank == 0 and self.chance(self.habits.snapshot):
             name = f"step-{version}-group-{group}"
             info = msg.CheckpointInfo(
-                checkpoint=name, group=group, step=version, options=self.options, extra={}
+                checkpoint=name,
+                group=group,
+                step=version,
+                options=self.options,
+                extra={},
+                workers=self.worker.role.members() if self.job.coded else (),
             )
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))

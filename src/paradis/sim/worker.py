@@ -51,6 +51,8 @@ class SimWorker(SimNode):
         match effect:
             case fx.Complete():
                 self._complete(effect)
+            case fx.Copy():
+                self._copy(effect)
             case fx.Keep():
                 pass  # the value is what it was
             case fx.Install():
@@ -68,6 +70,15 @@ class SimWorker(SimNode):
                 self.memory.release(effect.lease)
             case _:
                 super().carry_own(effect)
+
+    def _copy(self, effect: fx.Copy) -> None:
+        self.sim.checkers.copying_memories(self, effect)
+        saved = msg.Saved(
+            node=self.node, checkpoint=effect.checkpoint, group=effect.group, step=effect.step,
+            pieces=(), scalars={},
+        )  # fmt: skip
+        self.later(lambda: ev.Written(effect.checkpoint, saved))
+        self.later(lambda: ev.Copied(effect.group, effect.checkpoint))
 
     def resolve(
         self, message: msg.DataMessage, payload: fx.Payload | None
