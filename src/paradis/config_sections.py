@@ -207,6 +207,21 @@ class TrainingConfig:
         choices="none layerwise",
         shared="overlap",
     )
+    compression: str = key(
+        "none",
+        WORD,
+        "How gradients and updates travel. bf16: half the bytes. int8: a quarter, its errors are "
+        "kept and sent later. Optimizers of paradis.optim bring their own code.",
+        choices="none bf16 int8",
+        shared="compression",
+    )
+    compression_threshold: int = key(
+        4096,
+        COUNT,
+        "Elements from which a tensor is compressed: below, headers outweigh what is saved.",
+        least=1,
+        shared="compression_elements_min",
+    )
     on_early_finish: str = key(
         "continue",
         WORD,

@@ -28,6 +28,8 @@ class SharedSettings:
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
         overlap: ``none`` or ``layerwise``.
+        compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
+        compression_elements_min: tensors with fewer elements travel in full.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
@@ -52,6 +54,8 @@ class SharedSettings:
     same_host: str = "unix"
     rack_aggregation: str = "auto"
     overlap: str = "none"
+    compression: str = "none"
+    compression_elements_min: int = 4096
     on_early_finish: str = "continue"
     detect_value_changes: bool = True
     debug_gradients: bool = False

@@ -1,7 +1,8 @@
 """How parameters become shards: large ones are cut, small ones share buckets, others stand alone.
 
 Invariant: every element of every parameter lies in exactly one segment, every parameter (an empty
-one too) has at least one; a bucket holds one dtype and one options group; cuts are at multiples
+one too) has at least one; a bucket holds one dtype, one options group and
+one codec; cuts are at multiples
 of `LayoutConfig.cut_elements` within the parameter, so that vectorised kernels see the same tails
 as on the whole tensor; a segment starts at a multiple of `LayoutConfig.alignment_bytes` in its
 shard. Elements of a shard that no segment covers are padding: always zero, counted in its length.
@@ -108,6 +109,7 @@ class ParameterInfo:
         dtype: name without ``torch.``.
         element_bytes: bytes of one element, 1 to 16.
         options_group: index of its parameter group; -1 for a module buffer.
+        codec: how it travels, empty: in full.
     """
 
     name: str
@@ -115,6 +117,7 @@ class ParameterInfo:
     dtype: str
     element_bytes: int
     options_group: int
+    codec: str = ""
 
     def __post_init__(self) -> None:
         if self.numel < 0 or not 1 <= self.element_bytes <= 16 or self.options_group < -1:
@@ -161,6 +164,7 @@ class ShardLayout:
     segments: tuple[SegmentLayout, ...]
     options_group: int
     priority: int
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,7 @@ class Layout:
             for s in shard.segments:
                 info = self.parameters[s.parameter - self.first_parameter]
                 assert (info.dtype, info.options_group) == (shard.dtype, shard.options_group)
+                assert info.codec == shard.codec
                 assert s.start >= end and s.length >= 0
                 end = s.start + s.length
                 pieces.setdefault(s.parameter, []).append((s.offset, s.length))
@@ -236,7 +241,7 @@ def build(
     config = config or LayoutConfig()
     _check_names(parameters)
     drafts: list[_Draft] = []
-    open_buckets: dict[tuple[str, int], _Draft] = {}
+    open_buckets: dict[tuple[str, int, str], _Draft] = {}
     for place, local in enumerate(reversed(range(len(parameters)))):
         info = parameters[local]
         index = first_parameter + local
@@ -244,7 +249,7 @@ def build(
         if info.bytes > min(config.bucket_small_bytes, config.bucket_bytes_max):
             drafts += _cut(info, index, place, prefix=prefix, config=config)
             continue
-        kind = (info.dtype, info.options_group)
+        kind = (info.dtype, info.options_group, info.codec)
         bucket = open_buckets.get(kind)
         if bucket is None or not _join(bucket, info, index, place, config=config):
             segment = SegmentLayout(index, 0, info.numel, 0)
@@ -254,7 +259,15 @@ def build(
     # Stable: the pieces of one parameter stay in the order of their offsets.
     drafts.sort(key=lambda d: (d.info.options_group < 0, d.last))
     shards = tuple(
-        ShardLayout(d.key, d.info.dtype, d.length, tuple(d.segments), d.info.options_group, place)
+        ShardLayout(
+            d.key,
+            d.info.dtype,
+            d.length,
+            tuple(d.segments),
+            d.info.options_group,
+            place,
+            d.info.codec,
+        )  # fmt: skip
         for place, d in enumerate(drafts)
     )
     return Layout(tuple(parameters), first_parameter, shards)

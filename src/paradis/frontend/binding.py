@@ -12,6 +12,7 @@ import torch
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
+from paradis.frontend.compression import Compressor
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.overlap import After, Explain, Overlap
 from paradis.frontend.session import Session
@@ -38,6 +39,7 @@ class Binding:
         group: number of the call in this process.
         steps_done: finished steps.
         restored: ``extra`` of the checkpoint started from, or None.
+        optimizer: the wrapped one, once it exists.
     """
 
     def __init__(self, session: Session, model: torch.nn.Module, optimizer_name: str) -> None:
@@ -63,12 +65,17 @@ class Binding:
         self.collector = Collector(
             self.memory, self._ready, self.finish, debug=session.settings.debug_gradients
         )
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.compressor = Compressor(
+            self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
+        )
         tracer = session.node.tracer
         if tracer is not None:
             clock = StepClock(
                 tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
             )
             self.collector.clock = self._overlap.clock = clock
+            self.compressor.on_done = lambda *done: tracer.compressed(self.group, self._step, *done)
 
     @property
     def steps_done(self) -> int:
@@ -92,8 +99,22 @@ class Binding:
         return min(self.members()) == self.session.rank
 
     def _ready(self, shards: tuple[int, ...]) -> None:
+        if not self.session.alive:
+            return
+        coded = [s for s in shards if self.memory.codes(s)]
+        whole = tuple(s for s in shards if not self.memory.codes(s))
+        if coded:
+            self.compressor.submit(coded)
+        if whole:
+            self._hand_over(whole)
+
+    def _hand_over(self, shards: tuple[int, ...]) -> None:
         if self.session.alive:
             self.session.node.post(ev.ShardsReady(self.group, shards))
+
+    def _present_options(self) -> list[msg.Options]:
+        assert self.optimizer is not None
+        return [options_of(group) for group in self.optimizer.param_groups]
 
     # ---------------------------------------------------------------- asking
 
@@ -153,6 +174,8 @@ class Binding:
             ParadisError: it failed.
         """
         self._overlap.finish()
+        group = self.session.node.worker_role.groups.get(self.group)
+        self.memory.coded = group is not None and group.coded
 
     # ------------------------------------------------------------ registering
 
@@ -289,6 +312,7 @@ class Binding:
         """Let go of the tensors and remove the hooks: the session is over, or this is a fork."""
         self._overlap.drop()
         self.collector.detach()
+        self.compressor.stop()
 
     def _follow_buffers(self, shards: Sequence[int]) -> None:
         """A module may have put a new tensor in the place of a buffer: that one is saved.

@@ -38,6 +38,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._binding: Binding | None = None
         super().__init__(inner.param_groups, inner.defaults)
         self._binding = binding
+        binding.optimizer = self
         self._inner_name = type(inner).__name__
         self._clip = 1.0
         self._announced_clip = False
@@ -86,6 +87,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             clock.returned()
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
+        binding.compressor.end_step()
         return loss
 
     def _ask_and_wait(self, closed: ev.StepClosed) -> tuple[Complete, float]:
@@ -134,10 +136,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         bits, present, revised = collector.close(all_changed=scaled and not collector.deferred)
         if collector.rewritten and not scaled:
             self._announce_clipping()
+        options = self._options()
+        self._bound.compressor.settle(present, revised, options, empty=overflow)
         commit = StepCommit(
             revisions={},
             present=bits,
-            options=self._options(),
+            options=options,
             found_inf=overflow,
             clip=self._clip,
             changed=self._bound.memory.changed(),

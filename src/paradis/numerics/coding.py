@@ -17,6 +17,7 @@ block of a code crosses two parameters, and padding between segments does not tr
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,12 @@ from paradis.numerics.shard_optimizer import ShardOptimizer
 
 State = tuple[Mapping[str, torch.Tensor], Mapping[str, float]]
 """Optimizer state of a segment: (name -> (length,) tensor, name -> number)."""
+
+
+def pieces(code: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return views of the codes of the segments that a shard's code is made of."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [code[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class WorkerCoder(ABC):
@@ -45,9 +52,8 @@ class WorkerCoder(ABC):
         self.sizes = tuple(self.encoded_bytes(n) for n in self.lengths)
         self.code_bytes = sum(self.sizes)
 
-    @staticmethod
     @abstractmethod
-    def encoded_bytes(length: int) -> int:
+    def encoded_bytes(self, length: int) -> int:
         """Return the bytes of the code of a segment of ``length`` elements."""
 
     def begin(self, states: Sequence[State], options: Options) -> None:  # noqa: B027
@@ -73,7 +79,7 @@ class WorkerCoder(ABC):
             options: hyper-parameters of this step.
 
         Raises:
-            NonFiniteGradient: a gradient holds NaN or infinity; ``details["segment"]`` says where.
+            NonFiniteGradient: a gradient holds NaN or infinity; ``fields["segment"]`` says where.
                 No memory is changed.
         """
 
@@ -153,9 +159,9 @@ class ServerCoder(ABC):
     def replaced(self) -> None:  # noqa: B027
         """The values were replaced by ones that all workers hold."""
 
-    @abstractmethod
-    def seen(self) -> Sequence[torch.Tensor]:
-        """Return per segment the (length,) values that workers hold, lent."""
+    def seen(self) -> torch.Tensor | None:
+        """Return the (length of the shard,) values that workers hold, lent; None: the server's."""
+        return None
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return name -> per segment (length,) tensor, lent: what a checkpoint must have."""

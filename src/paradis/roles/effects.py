@@ -41,6 +41,12 @@ class Sections(Payload, frozen=True):
     keys: tuple[str, ...] = ("value",)
 
 
+class Code(Payload, frozen=True):
+    """The code of what made the shard's value of the one before."""
+
+    shard: int
+
+
 class Lease(Payload, frozen=True):
     """A received payload, still held."""
 
@@ -122,13 +128,30 @@ class Complete(Effect, frozen=True):
     path: str = ""
 
 
+class Coding(msgspec.Struct, frozen=True, kw_only=True):
+    """What it takes to make the next value of a code.
+
+    Attributes:
+        options: hyper-parameters of the step.
+        present: per segment, whether it was updated.
+    """
+
+    options: Options
+    present: tuple[bool, ...]
+
+
 class Install(Effect, frozen=True):
-    """The payload is the shard's value at ``version``: make it the parameters' value."""
+    """The payload is the shard's value at ``version``: make it the parameters' value.
+
+    Attributes:
+        code: the payload is the code of what makes it of the value before; None: it is the value.
+    """
 
     group: int
     shard: int
     version: int
     lease: int
+    code: Coding | None = None
 
 
 class Keep(Effect, frozen=True):
@@ -166,6 +189,7 @@ class Reduce(Effect, frozen=True):
         sources: leases per logical group, in canonical order.
         divisor: 1 in a rack agent, the number of members on a server.
         missing: some member contributes zero, so that negative zeros become positive.
+        coded: the leases hold codes.
     """
 
     shard: int
@@ -173,6 +197,7 @@ class Reduce(Effect, frozen=True):
     sources: tuple[tuple[int, ...], ...]
     divisor: int
     missing: bool
+    coded: bool = False
 
 
 class Apply(Effect, frozen=True):
@@ -182,6 +207,7 @@ class Apply(Effect, frozen=True):
         present: per segment, whether it has a gradient on any worker.
         clip: factor for the mean gradient, 1.0 for none.
         check: first look for NaN and infinity in the mean gradient; with any, change nothing.
+        coded: the update travels as a code, so make that, too.
     """
 
     group: int
@@ -191,6 +217,7 @@ class Apply(Effect, frozen=True):
     present: tuple[bool, ...]
     clip: float
     check: bool
+    coded: bool = False
 
 
 class Store(Effect, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from paradis.core.codes import choose_codec, code_bytes
 from paradis.core.colocation import split
 from paradis.core.layout import LayoutConfig, ParameterInfo, build, element_bytes
 from paradis.core.placement import Item, place
@@ -31,6 +32,20 @@ def weigh_servers(servers: Sequence[str], beside: int) -> dict[str, float]:
     return {name: weights[i >= dedicated] for i, name in enumerate(servers)}
 
 
+def _info(
+    spec: msg.ParameterSpec, register: msg.Register, settings: SharedSettings
+) -> ParameterInfo:
+    numel, codec = math.prod(spec.shape), ""
+    if spec.options_group >= 0:
+        codec = choose_codec(
+            settings.compression, register.optimizer, spec.dtype, numel,
+            threshold=settings.compression_elements_min,
+        )  # fmt: skip
+    return ParameterInfo(
+        spec.name, numel, spec.dtype, element_bytes(spec.dtype), spec.options_group, codec
+    )
+
+
 def make_plan(
     register: msg.Register,
     settings: SharedSettings,
@@ -50,10 +65,7 @@ def make_plan(
         first_shard: number of the part's first shard.
         placed: shards placed before, which count as load.
     """
-    infos = [
-        ParameterInfo(p.name, math.prod(p.shape), p.dtype, element_bytes(p.dtype), p.options_group)
-        for p in register.parameters
-    ]
+    infos = [_info(p, register, settings) for p in register.parameters]
     config = LayoutConfig(
         shard_bytes=settings.shard_bytes,
         bucket_bytes=settings.bucket_bytes,
@@ -81,6 +93,8 @@ def make_plan(
             ),
             options_group=s.options_group,
             priority=first_shard + s.priority,
+            codec=s.codec,
+            code_bytes=sum(code_bytes(s.codec, g.length) for g in s.segments) if s.codec else 0,
         )
         for i, s in enumerate(layout.shards)
     )
@@ -88,5 +102,5 @@ def make_plan(
         generation=generation, group=register.group, part=register.part,
         first_parameter=first_parameter, parameters=register.parameters,
         optimizer=register.optimizer, options=register.options, shards=shards,
-        step=register.step, restore="" if register.step else settings.restore,
+        step=register.step, restore="" if register.step else settings.restore, coded_from=0,
     )  # fmt: skip

@@ -90,7 +90,9 @@ class RackAgentRole(Receiver):
             self._heal("")
 
     def _on_plan(self, plan: msg.Plan) -> None:
-        if self.adopt_plan(plan, [s for s in plan.shards if not s.is_buffer and s.length]):
+        if self.adopt_plan(
+            plan, [s for s in plan.shards if not s.is_buffer and s.length and not s.codec]
+        ):
             group = self.groups[plan.group]
             for shard in group.shards.values():
                 self._next_version(group, shard, plan.step)

@@ -5,7 +5,7 @@ Invariant: every lease that a push brought is either held by exactly one collect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from paradis.core.aggregation import Collection, Contribution
 from paradis.core.flow import Ledger
@@ -13,7 +13,7 @@ from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.worker_state import shard_bytes
+from paradis.roles.worker_state import push_bytes
 from paradis.wire import messages as msg
 
 
@@ -26,11 +26,14 @@ class HeldShard:
         members: the ranks that the last sum was over, absent ones included.
         pending: values that a worker changed, kept until all have committed: until then somebody
             may still pull the present version.
+        kept: the last version that was no other value than the one before.
+        present: of the last update: bit i is set if segment i was updated; empty: all were.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent", "members", "pending")  # fmt: skip
+                 "sent", "members", "pending", "kept",
+                 "present")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -38,19 +41,27 @@ class HeldShard:
         self.collection = Collection()
         self.ticket = 0
         self.initialized = self.applying = False
-        self.nbytes = shard_bytes(plan)
+        self.nbytes = push_bytes(plan, coded=False)
         self.pulls: list[tuple[NodeId, msg.Pull]] = []
         self.assigned: tuple[int, int] = (-1, -1)
         self.assigning: tuple[NodeId, msg.Assign] | None = None
-        self.assign_step = -1
+        self.assign_step = self.kept = -1
         self.sent: dict[int, int] | None = None
         self.members: tuple[int, ...] = ()
         self.pending: ev.Received | None = None
+        self.present = b""
 
     @property
     def passive(self) -> bool:
         """Whether no gradient ever comes: module buffers, and tensors without elements."""
         return self.plan.is_buffer or self.plan.length == 0
+
+    def note_present(self, present: Sequence[bool]) -> None:
+        """Note which segments an update is about."""
+        bits = bytearray((len(present) + 7) // 8)
+        for index, here in enumerate(present):
+            bits[index >> 3] |= here << (index & 7)
+        self.present = b"" if all(present) else bytes(bits)
 
     def present_in(self, commit: msg.StepCommit) -> bool:
         """Whether a commit says that its worker has a gradient for some piece of the shard."""
@@ -74,11 +85,12 @@ class HeldGroup:
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
+        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished")  # fmt: skip
+                 "skipped", "gone", "unfinished", "coded_from")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -98,6 +110,11 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
+        self.coded_from = -1
+
+    def coded_at(self, step: int) -> bool:
+        """Whether a step travels as codes, where a shard's plan names a codec."""
+        return 0 <= self.coded_from <= step
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -108,7 +125,9 @@ class HeldGroup:
         """All shards have the version ``step``."""
         self.step = step
         self.unfinished = 0
+        coded = self.coded_at(step)
         for shard in self.shards.values():
+            shard.nbytes = push_bytes(shard.plan, coded=coded)
             if shard.passive:
                 shard.version = step
             self.unfinished += shard.version == step and not shard.passive
@@ -176,6 +195,10 @@ class Receiver:
         """Return rank -> index of its rack agent, for ranks that go through one."""
         return self._rack_of
 
+    def routes(self, shard: HeldShard) -> Mapping[int, int]:
+        """Return `rack_of` for a shard: codes cannot be summed, so they pass by the agents."""
+        return {} if shard.plan.codec else self._rack_of
+
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
         assert self.view is not None
@@ -226,7 +249,7 @@ class Receiver:
             ranks, rack = dict(push.included), push.worker
         added = shard.collection.add(
             ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, tag=push.revision,
-            rack_of=self.rack_of() if self._serves_racks else None,
+            rack_of=self.routes(shard) if self._serves_racks else None,
         )  # fmt: skip
         self._release_all(group, shard, added.dropped)
         ledger = self._ledger(event.source, group)
@@ -311,7 +334,7 @@ class Receiver:
 
     def _ask(self, group: HeldGroup, shard: HeldShard, ranks: Iterable[int]) -> None:
         """Ask for gradients whose sum was thrown away; a rack's sum is asked of its agent."""
-        rack_of = self.rack_of()
+        rack_of = self.routes(shard)
         targets: dict[tuple[str, bool], None] = {}
         for rank in ranks:
             agent = rack_of.get(rank, -1)
@@ -355,7 +378,8 @@ class Receiver:
             collection.start_sum()
             shard.members = members
             shard.ticket += 1
-            self._out.append(fx.Reduce(shard.plan.shard, shard.ticket, sources, divisor, missing))
+            self._out.append(fx.Reduce(shard.plan.shard, shard.ticket, sources, divisor, missing,
+                                       self.coded(group, shard)))  # fmt: skip
         return expected
 
     def _drop_ruled_out(
@@ -392,10 +416,17 @@ class Receiver:
         found = self._by_shard.get(shard_id)
         return -1 if found is None else found[1].nbytes
 
+    @staticmethod
+    def coded(group: HeldGroup, shard: HeldShard) -> bool:
+        """Whether the shard's gradients and update travel as codes in the group's step."""
+        return bool(shard.plan.codec) and group.coded_at(group.step)
+
     def collecting(self, shard_id: int) -> bool:
         """Whether the shard's accumulator is spoken for (asked by the driver before a receive)."""
         found = self._by_shard.get(shard_id)
-        return found is None or not found[1].collection.empty or found[1].applying
+        if found is None or self.coded(*found):  # a code is no part of a sum before it is decoded
+            return True
+        return not found[1].collection.empty or found[1].applying
 
     # ------------------------------------------------------------------ plumbing
 
@@ -423,7 +454,7 @@ class Receiver:
 
         So it is when a worker has lost the agent and has nothing to push: the agent waits for it.
         """
-        rack_of = self.rack_of()
+        rack_of = self.routes(shard)
         owner = rack_of.get(rank, -1)
         if self._serves_racks and owner >= 0:
             members = self.members(group)
@@ -454,6 +485,7 @@ class Receiver:
         group.options = plan.options
         group.specs.extend(plan.parameters)
         mine = tuple(shards)
+        group.coded_from = plan.coded_from
         for shard_plan in mine:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard

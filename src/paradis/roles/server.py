@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paradis.core.codes import NUMBERS
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -241,9 +242,11 @@ class ServerRole(ServerValues):
             any(parameter_present(group.commits[r], s.parameter) for r in members)
             for s in shard.plan.segments
         )
+        shard.note_present(present)
         options = group.options[shard.plan.options_group]
         self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
-                                  commit.clip, self.check_finite))  # fmt: skip
+                                  commit.clip, self.check_finite,
+                                  self.coded(group, shard)))  # fmt: skip
 
     def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
         """Values that all workers changed alike go in before the update; True when they are in."""
@@ -278,7 +281,9 @@ class ServerRole(ServerValues):
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
         agents: dict[str, None] = {}
-        rack_of = self.rack_of()
+        if unchanged:
+            shard.kept = shard.version
+        rack_of = self.routes(shard)
         for rank in self.members(group):
             agent = rack_of.get(rank, -1)
             if agent >= 0:
@@ -295,13 +300,18 @@ class ServerRole(ServerValues):
         self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool
     ) -> None:
         assert self.view is not None
+        coded = bool(shard.plan.codec) and group.coded_at(shard.version - 1) and not unchanged
         update = msg.Update(
             generation=self.view.generation, group=group.index, shard=shard.plan.shard,
             step=shard.version - 1, version=shard.version, unchanged=unchanged,
             found_inf=group.verdict == "skip", priority=shard.plan.priority,
+            codec=NUMBERS[shard.plan.codec] if coded else 0,
+            present=shard.present if coded else b"",
         )  # fmt: skip
-        payload = None if unchanged else fx.Sections(group.index, shard.plan.shard)
-        self._send(target, update, payload)
+        payload: fx.Payload | None = fx.Sections(group.index, shard.plan.shard)
+        if coded:
+            payload = fx.Code(shard.plan.shard)
+        self._send(target, update, None if unchanged else payload)
 
     # ------------------------------------------------------------------ timers
 

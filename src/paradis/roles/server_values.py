@@ -5,6 +5,7 @@ Invariant: a value is sent or taken in only while nobody is about to change it.
 
 from __future__ import annotations
 
+from paradis.core.codes import NUMBERS
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -29,12 +30,20 @@ class ServerValues(Receiver):
             return
         if shard.version < pull.version or self._in_flux(group, shard):
             return  # the update comes by itself, or the worker asks again
+        # Within a step a worker has the version before, and a code says what comes of that.
+        coded = bool(shard.plan.codec) and pull.version > pull.step and group.coded_at(pull.step)
+        unchanged = coded and shard.kept == shard.version
         update = msg.Update(
             generation=self.view.generation if self.view else 0, group=group.index,
             shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
             found_inf=group.skipped == shard.version - 1, priority=shard.plan.priority,
+            unchanged=unchanged, codec=NUMBERS[shard.plan.codec] if coded and not unchanged else 0,
+            present=shard.present if coded else b"",
         )  # fmt: skip
-        self._send(source, update, fx.Sections(group.index, pull.shard))
+        payload: fx.Payload = fx.Sections(group.index, pull.shard)
+        if coded:
+            payload = fx.Code(pull.shard)
+        self._send(source, update, None if unchanged else payload)
 
     def _in_flux(self, group: HeldGroup, shard: HeldShard) -> bool:
         """Whether the value is being changed: all have committed, so nobody needs it as it is."""

@@ -143,9 +143,11 @@ class WorkerRole(WorkerValues):
         group.parts = plan.part + 1
         group.step = plan.step
         agent = self._agent()
+        group.coded_from = plan.coded_from
         for shard in plan.shards:
-            target = agent if agent and not shard.is_buffer else shard.server
-            group.shards[shard.shard] = Shard(shard, target)
+            through = agent and not shard.is_buffer and not shard.codec
+            group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
+        group.resize()
         self._out.append(fx.Complete(plan.group, "plan", plan.step, plan=plan))
 
     # ------------------------------------------------------------------- data

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paradis.core.codes import NUMBERS
 from paradis.core.flow import ASSIGN, PUSH, Outbox
 from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
@@ -231,7 +232,7 @@ class WorkerPushes:
         shard.sent = True
         push = msg.Push(
             **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
-            revision=shard.revision,
+            revision=shard.revision, codec=NUMBERS[shard.plan.codec] if group.coded else 0,
         )  # fmt: skip
         self._send(target, push, fx.Gradient(group.index, shard.plan.shard))
 

@@ -16,8 +16,15 @@ Assignment = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]
 """Keys, dtypes and scalars of values to send to the server."""
 
 
-def shard_bytes(plan: ShardPlan) -> int:
-    """Return the bytes of a shard's value."""
+def push_bytes(plan: ShardPlan, *, coded: bool) -> int:
+    """Return the payload bytes of a gradient or update of a shard.
+
+    Args:
+        plan: the shard.
+        coded: its group travels as codes where its plan names a codec.
+    """
+    if coded and plan.codec:
+        return plan.code_bytes
     return plan.length * ELEMENT_BYTES[plan.dtype]
 
 
@@ -57,7 +64,7 @@ class Shard:
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
         self.target = target
-        self.nbytes = shard_bytes(plan)
+        self.nbytes = push_bytes(plan, coded=False)
         self.assign: Assignment | None = None
         self.next_priority = -1
         self.reset()
@@ -76,7 +83,7 @@ class Shard:
     @property
     def trainable(self) -> bool:
         """Whether gradients are pushed: not for buffers, nor for tensors without elements."""
-        return not self.plan.is_buffer and self.nbytes > 0
+        return not self.plan.is_buffer and self.plan.length > 0
 
 
 @dataclass(kw_only=False, slots=True)
@@ -91,6 +98,7 @@ class Group:
         pull_round: number of the last request for values, so that an earlier answer is known;
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
+        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
     """
 
     index: int
@@ -100,6 +108,7 @@ class Group:
     committed: bool = False
     commit: StepCommit | None = None
     found_inf: bool = False
+    coded_from: int = -1
     assign_count: int = 0
     norm_round: int = 0
     pull_round: int = 0
@@ -135,7 +144,18 @@ class Group:
         self.commit = None
         for shard in self.shards.values():
             shard.reset()
+        self.resize()
         self._reorder()
+
+    @property
+    def coded(self) -> bool:
+        """Whether the present step travels as codes, where a shard's plan names a codec."""
+        return 0 <= self.coded_from <= self.step
+
+    def resize(self) -> None:
+        """Take note of how large the step's gradients are."""
+        for shard in self.shards.values():
+            shard.nbytes = push_bytes(shard.plan, coded=self.coded)
 
     def _reorder(self) -> None:
         """Take over the admission order that came with the updates, on all workers at once."""

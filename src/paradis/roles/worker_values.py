@@ -115,7 +115,7 @@ class WorkerValues(WorkerPushes):
             self._release(event)
             self._out.append(fx.Keep(group.index, update.shard))
         else:
-            self._out.append(fx.Install(group.index, update.shard, update.version, event.lease))
+            self._out.append(self._install(group, update, event.lease))
         group.waiting.pop(update.shard)
         if not group.committed:
             if not group.waiting:
@@ -131,6 +131,20 @@ class WorkerValues(WorkerPushes):
             self._pump(group)
         else:
             self._finish(group)
+
+    @staticmethod
+    def _install(group: Group, update: msg.Update, lease: int) -> fx.Install:
+        if not update.codec:
+            return fx.Install(group.index, update.shard, update.version, lease)
+        assert group.commit is not None  # a code comes within a step only
+        plan = group.shards[update.shard].plan
+        present = tuple(
+            not update.present or bool(update.present[i >> 3] >> (i & 7) & 1)
+            for i in range(len(plan.segments))
+        )
+        options = group.commit.options[plan.options_group]
+        code = fx.Coding(options=options, present=present)
+        return fx.Install(group.index, update.shard, update.version, lease, code)
 
     # ------------------------------------------------------------------- state
 

@@ -148,15 +148,15 @@ class Arena:
                 self._free_bytes += held.buffer.numel()
                 self._free[held.buffer.numel()].append(held.buffer)
 
-    def sum_target(self, shard: int, sources: Sequence[int]) -> torch.Tensor:
-        """Return the accumulator, uint8 and as long as each source; keep it until `release_sum`.
+    def sum_target(self, shard: int, sources: Sequence[int], nbytes: int = 0) -> torch.Tensor:
+        """Return the accumulator, uint8 and ``nbytes`` long; keep it until `release_sum`.
 
-        If a payload that is not part of the sum is being received into it, that payload keeps the
-        memory and the shard gets a new accumulator.
+        It is as long as each source where ``nbytes`` is 0. If a payload that is not part of the sum
+        is being received into it, that payload keeps the memory and the shard gets a new one.
         """
         with self._lock:
             own = self._accumulators[shard]
-            nbytes = self._leases[sources[0]].buffer.numel()
+            nbytes = nbytes or self._leases[sources[0]].buffer.numel()
             if own.lease and own.lease not in sources:
                 self._leases[own.lease].shard = -1
                 self._count(nbytes)

@@ -39,7 +39,7 @@ class SummingNode(Node):
         shard = -1
         if header.kind in _PUSHES:
             wanted = role.size_of(header.fields[2])
-            if wanted != header.payload_bytes:
+            if wanted != header.payload_bytes:  # another plan, or of a step in another code
                 return self.arena.scratch(header.payload_bytes)
             if not role.collecting(header.fields[2]):
                 shard = header.fields[2]
@@ -110,6 +110,8 @@ class ServerNode(SummingNode):
                     self.driver.post(
                         ev.EffectFailed("opening a plan", type(error).__name__, error.message)
                     )
+            case fx.Reduce(coded=True):
+                self._sum_codes(effect)
             case fx.Apply():
                 self._apply(effect)
             case fx.Store():
@@ -137,6 +139,8 @@ class ServerNode(SummingNode):
                 return message, buffers, None
             case fx.Sections(shard=shard):
                 return message, [self.store.value_bytes(shard)], None
+            case fx.Code(shard=shard):
+                return message, [self.store.code_bytes(shard)], None
             case _:
                 return super().resolve(message, payload)
 
@@ -156,6 +160,20 @@ class ServerNode(SummingNode):
             on_sent = self.tracer.sending(effect.target, whole, buffers, on_sent)
         self.links.send(effect.target, whole, buffers, on_sent)
 
+    def _sum_codes(self, effect: fx.Reduce) -> None:
+        flat = [lease for group in effect.sources for lease in group]
+        size = self.store.shards[effect.shard].value.nbytes
+        target = self.arena.sum_target(effect.shard, flat, size)
+        groups = [[self.arena.bytes_of(x) for x in g] for g in effect.sources]
+        if self.tracer is not None:
+            self.tracer.summing(effect, sum(c.numel() for g in groups for c in g))
+
+        def job() -> ev.Event:
+            self.store.sum_codes(effect.shard, groups, target, effect.divisor)
+            return ev.Reduced(effect.shard, effect.ticket)
+
+        self.run_job(f"summing codes of shard {effect.shard}", job, nbytes=size * len(flat))
+
     def _apply(self, effect: fx.Apply) -> None:
         total = self.arena.sum_of(effect.shard)
         if self.tracer is not None:
@@ -166,7 +184,8 @@ class ServerNode(SummingNode):
                 bad = first_non_finite(total.view(self._dtypes[effect.shard]))
                 if bad is not None:
                     return ev.Applied(effect.shard, effect.step, bad)
-            self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip)
+            self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip,
+                             coded=effect.coded)  # fmt: skip
             self.counters.add(updates=1)
             return ev.Applied(effect.shard, effect.step)
 

@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 from paradis.errors import SnapshotCorrupt
+from paradis.numerics.coders import server_coder
+from paradis.numerics.coding import ServerCoder
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
 from paradis.runtime.pages import allocate
@@ -32,6 +34,9 @@ from paradis.wire.messages import Options, ParameterSpec, Plan, ShardPlan
 
 Scalars = dict[int, dict[str, float]]
 
+_MEMORY = "."
+"""In a checkpoint, between a codec's name and that of its memory; no state of torch has it."""
+
 
 @dataclass(slots=True)
 class HeldValue:
@@ -41,6 +46,7 @@ class HeldValue:
         value: (length,) of the shard's dtype; padding between segments stays zero.
         segments: views of ``value``, one per parameter piece.
         optimizer: None for buffers.
+        coder: where the plan names a codec.
     """
 
     plan: ShardPlan
@@ -48,6 +54,7 @@ class HeldValue:
     value: torch.Tensor
     segments: list[torch.Tensor]
     optimizer: ShardOptimizer | None
+    coder: ServerCoder | None = None
 
 
 class ShardStore:
@@ -80,7 +87,11 @@ class ShardStore:
                 options = plan.options[shard.options_group]
                 optimizer = ShardOptimizer(plan.optimizer, options, segments)
             owners = tuple(specs[s.parameter] for s in shard.segments)
-            self.shards[shard.shard] = HeldValue(shard, owners, value, segments, optimizer)
+            coder = None
+            if shard.codec:
+                spans = [(s.start, s.length) for s in shard.segments]
+                coder = server_coder(shard.codec, shard.length, spans, segments)
+            self.shards[shard.shard] = HeldValue(shard, owners, value, segments, optimizer, coder)
             self._group.setdefault(plan.group, []).append(shard.shard)
 
     def apply(
@@ -90,6 +101,8 @@ class ShardStore:
         options: Options,
         present: Sequence[bool],
         clip: float,
+        *,
+        coded: bool = False,
     ) -> None:
         """Run the optimizer on a shard.
 
@@ -97,12 +110,17 @@ class ShardStore:
             total: (nbytes,) uint8, the mean gradient; may be overwritten.
             present: per segment; an absent one is left untouched, its step stands still.
             clip: factor for the gradient.
+            coded: make the code of the update, too.
         """
         held = self.shards[shard]
         assert held.optimizer is not None
         grad = total.view(held.value.dtype)
         if clip != 1.0:
             grad.mul_(clip)
+        if coded:
+            assert held.coder is not None
+            held.coder.update(grad, held.optimizer, present, options)
+            return
         grads = [
             grad[s.start : s.start + s.length] if here else None
             for s, here in zip(held.plan.segments, present, strict=True)
@@ -110,8 +128,40 @@ class ShardStore:
         held.optimizer.apply(grads, options)
 
     def value_bytes(self, shard: int) -> memoryview:
-        """Return the bytes of a shard's value, lent."""
-        return as_bytes(self.shards[shard].value)
+        """Return the bytes of the value of a shard that workers hold, lent."""
+        held = self.shards[shard]
+        seen = held.coder.seen() if held.coder is not None else None
+        return as_bytes(held.value if seen is None else seen)
+
+    def code_bytes(self, shard: int) -> memoryview:
+        """Return the code of the shard's last update, lent until the next one."""
+        coder = self.shards[shard].coder
+        assert coder is not None
+        return as_bytes(coder.code)
+
+    def sum_codes(
+        self, shard: int, groups: Sequence[Sequence[torch.Tensor]], total: torch.Tensor,
+        divisor: int,
+    ) -> None:  # fmt: skip
+        """Decode codes and take their mean, in the order of the canonical tree.
+
+        Args:
+            groups: per logical group the codes of its ranks, uint8, in order.
+            total: (nbytes,) uint8, written in place.
+            divisor: number of members.
+        """
+        held = self.shards[shard]
+        assert held.coder is not None
+        numbers = total.view(held.value.dtype)
+        numbers.zero_()  # padding is part of what norms are taken of
+        part = torch.zeros_like(numbers) if len(groups) > 1 else numbers
+        for index, group in enumerate(groups):
+            target = part if index else numbers
+            for place, code in enumerate(group):
+                held.coder.add(code, target, first=not place)
+            if index:
+                numbers.add_(part)
+        numbers.div_(divisor)
 
     def sections(
         self, shard: int
@@ -159,6 +209,8 @@ class ShardStore:
         columns = split_sections(data, held.plan, keys, dtypes)
         if "value" in columns:
             held.value.copy_(columns.pop("value"))
+            if held.coder is not None:
+                held.coder.replaced()
         if not columns and not scalars:
             return
         for index, segment in enumerate(held.plan.segments):
@@ -183,6 +235,7 @@ class ShardStore:
         """
         held = self.shards[shard]
         reader, trained = self._open_checkpoint(group, path)
+        memories: dict[str, list[torch.Tensor]] = {}
         for index, (segment, spec) in enumerate(zip(held.plan.segments, held.specs, strict=True)):
             for key in reader.keys(spec.name):
                 if key == "value":
@@ -191,14 +244,33 @@ class ShardStore:
                     )
             if held.optimizer is None or spec.name not in trained:
                 continue
-            tensors = {
+            saved = {
                 key: reader.read(
                     spec.name, key, segment.offset, segment.length, reader.dtype(spec.name, key)
                 )
                 for key in reader.keys(spec.name)
                 if key != "value"
             }
+            tensors = {key: t for key, t in saved.items() if _MEMORY not in key}
             held.optimizer.load_state(index, tensors, reader.scalars(spec.name))
+            for key in saved.keys() - tensors.keys():
+                memories.setdefault(key, []).append(saved[key])
+        self._load_memories(held, memories)
+
+    @staticmethod
+    def _load_memories(held: HeldValue, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Give a coder its memories of the checkpoint, if it was saved with this codec."""
+        if held.coder is None:
+            return
+        held.coder.replaced()
+        prefix = held.plan.codec + _MEMORY
+        whole = {
+            key.removeprefix(prefix): tensors
+            for key, tensors in saved.items()
+            if key.startswith(prefix) and len(tensors) == len(held.segments)
+        }
+        if whole:
+            held.coder.load_memories(whole)
 
     def _open_checkpoint(self, group: int, path: str) -> tuple[PieceReader, frozenset[str]]:
         """Return a group's reader and trained parameters; it is read and compared once."""
@@ -231,7 +303,16 @@ class ShardStore:
                     scalars[spec.name] = numbers
                 for key, tensor in tensors.items():
                     sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
+                for key, tensor in self._memories(held, index).items():
+                    sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
         return sections, scalars
+
+    @staticmethod
+    def _memories(held: HeldValue, segment: int) -> dict[str, torch.Tensor]:
+        if held.coder is None:
+            return {}
+        prefix = held.plan.codec + _MEMORY
+        return {prefix + key: pieces[segment] for key, pieces in held.coder.memories().items()}
 
     def state_bytes(self) -> int:
         """Return the bytes of values and optimizer state that are held."""

@@ -127,6 +127,11 @@ class Tracer:
         if opened is not None:
             opened.mark, opened.bytes = effect.ticket, nbytes
 
+    def compressed(self, group: int, step: int, shard: int, start_ns: int, nbytes: int) -> None:
+        """Note that a gradient's code of ``nbytes`` is made, begun at ``start_ns``."""
+        opened = _Open(group, step, start_ns, 0, nbytes)
+        self._record("compression", shard, opened, worker=self._rank)
+
     def updating(self, effect: fx.Apply, nbytes: int) -> None:
         """Note that the optimizer is about to run on a shard of ``nbytes``."""
         opened = _Open(effect.group, effect.step, monotonic_ns(), 0, nbytes)

@@ -9,12 +9,15 @@ Invariant: at most one connection receives into a shard's value at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
 
+from paradis.numerics.coders import worker_coder
+from paradis.numerics.coding import WorkerCoder
+from paradis.numerics.elementwise import Options
 from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, same_order
 from paradis.wire.messages import ShardPlan
 
@@ -105,6 +108,8 @@ class ShardMemory:
         gradient: byte views of the gradient handed over, in order.
         digests: xxh3_64 of each segment's value as last installed.
         state: optimizer state sections to send along with the value: key -> bytes.
+        coder: where the plan names a codec.
+        flats: per segment the gradient of the whole tensor, kept until it is coded.
     """
 
     plan: ShardPlan
@@ -114,6 +119,8 @@ class ShardMemory:
     digests: list[int]
     state: dict[str, memoryview]
     staged: bool = False
+    coder: WorkerCoder | None = None
+    flats: tuple[torch.Tensor | None, ...] = ()
 
     def bind(self) -> None:
         """Make the value's views anew from the tensors' memory."""
@@ -158,6 +165,45 @@ class ShardMemory:
             for tensor in self.tensors:
                 tensor.unstage()
 
+    def encode(self, options: Options, *, empty: bool = False) -> None:
+        """Make the code of the gradient; from now on that is what travels as the gradient.
+
+        Args:
+            options: hyper-parameters of the step.
+            empty: the code of zeros, for a step that is skipped: its gradients may be anything.
+
+        Raises:
+            NonFiniteGradient: ``fields["segment"]`` says where. Nothing is changed.
+        """
+        assert self.coder is not None
+        code = torch.empty(self.coder.code_bytes, dtype=torch.uint8)  # the last one may be sent yet
+        if empty:
+            self.coder.forget()
+            code.zero_()
+        else:
+            gradients = [
+                None if flat is None else flat[s.offset : s.offset + s.length]
+                for flat, s in zip(self.flats, self.plan.segments, strict=True)
+            ]
+            self.coder.encode(gradients, code, options)
+        self.gradient = [as_bytes(code)]
+
+    def step(self, code: torch.Tensor, present: Sequence[bool], options: Options) -> None:
+        """Bring the tensors to the next version by the code of an update.
+
+        Args:
+            code: (code_bytes,) uint8.
+            present: per segment, whether it was updated.
+            options: hyper-parameters of the step.
+        """
+        assert self.coder is not None
+        values = [
+            t.flat[s.offset : s.offset + s.length]
+            for t, s in zip(self.tensors, self.plan.segments, strict=True)
+        ]
+        self.coder.install(code, values, present, options)
+        self.coder.keep()
+
     def fill(self, data: memoryview) -> None:
         """Copy a received value into the tensors.
 
@@ -187,6 +233,7 @@ class GroupMemory:
 
     Attributes:
         on_arrived: called with every shard that has its next value, changed or not.
+        coded: the present step travels as codes, where a shard has a coder.
     """
 
     def __init__(self, *, detect_changes: bool) -> None:
@@ -196,12 +243,15 @@ class GroupMemory:
         self._zeros = memoryview(bytearray(64))
         self._last: tuple[torch.Tensor, memoryview] | None = None
         self.on_arrived: Callable[[int], None] | None = None
+        self.coded = False
 
     def add(self, shards: tuple[ShardPlan, ...]) -> None:
         """Add the shards of a plan; their tensors are in ``tensors`` already."""
         for plan in shards:
             owners = tuple(self.tensors[s.parameter] for s in plan.segments)
             memory = ShardMemory(plan, owners, [], [], [], {})
+            if plan.codec:
+                memory.coder = worker_coder(plan.codec, [s.length for s in plan.segments])
             memory.bind()
             self.shards[plan.shard] = memory
 
@@ -224,12 +274,26 @@ class GroupMemory:
             gradients: per segment the flat gradient of the whole tensor, or None for zeros.
         """
         memory = self.shards[shard]
+        if self.coded and memory.coder is not None:
+            memory.flats = tuple(gradients)
+            return
         size = memory.tensors[0].dtype.itemsize
         sources = [
             self.zeros(t.tensor.numel() * size) if g is None else self._bytes_of(g)
             for t, g in zip(memory.tensors, gradients, strict=True)
         ]
         memory.gradient = memory.assemble(sources, size)
+
+    def codes(self, shard: int) -> bool:
+        """Whether the shard's gradient travels as a code in the present step."""
+        return self.coded and self.shards[shard].coder is not None
+
+    def kept(self, shard: int) -> None:
+        """The shard's next value is the one it has: the step did not count for it."""
+        coder = self.shards[shard].coder
+        if coder is not None:
+            coder.forget()
+        self.arrived(shard)
 
     def installed(self, shard: int) -> None:
         """A shard's new value is in place."""

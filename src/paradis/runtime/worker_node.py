@@ -14,7 +14,7 @@ from paradis.roles import effects as fx
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import ControlChannel, Node
-from paradis.runtime.worker_memory import GroupMemory
+from paradis.runtime.worker_memory import GroupMemory, ShardMemory
 from paradis.transport.base import Identity, Transport
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Assign, DataMessage, Update
@@ -66,11 +66,13 @@ class WorkerNode(Node):
         """Receive a wanted update straight into the parameters, anything else into the store."""
         if header.kind != Update.KIND:
             return self.arena.place(header.payload_bytes)
-        _, group, shard, _, step, version, _, _, asked, _ = header.fields
+        _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
         if held is None or not self.worker_role.wants(group, shard, version, asked):
             return self.arena.scratch(header.payload_bytes)
+        if codec:
+            return self._place_code(held, peer, header)
         with self._changed:
             if shard in self._receiving:
                 return self.arena.scratch(header.payload_bytes)
@@ -80,6 +82,15 @@ class WorkerNode(Node):
         if self.tracer is not None and version == step + 1:  # else a pull outside of steps
             self.tracer.receiving(peer, group, shard, step)
         return Placed(-1 - shard, tuple(held.value))
+
+    def _place_code(self, held: ShardMemory, peer: NodeId, header: FrameHeader) -> Placed:
+        """Receive the code of an update beside the parameters, which it will be applied to."""
+        shard, nbytes = header.fields[2], header.payload_bytes
+        if held.coder is None or held.coder.code_bytes != nbytes:
+            return self.arena.scratch(nbytes)
+        if self.tracer is not None:
+            self.tracer.receiving(peer, header.fields[1], shard, header.fields[4])
+        return self.arena.place(nbytes)
 
     def abandon(self, placed: Placed) -> None:
         """Take back memory whose payload is not delivered; another copy may be received then."""
@@ -111,7 +122,7 @@ class WorkerNode(Node):
             case fx.Install():
                 self._install(effect)
             case fx.Keep():
-                self.memory[effect.group].arrived(effect.shard)
+                self.memory[effect.group].kept(effect.shard)
                 self._wake()
             case fx.KeepState():
                 self.kept[effect.group, effect.shard] = KeptState(
@@ -128,8 +139,14 @@ class WorkerNode(Node):
 
     def _install(self, effect: fx.Install) -> None:
         memory = self.memory[effect.group]
-        nbytes = sum(len(v) for v in memory.shards[effect.shard].value)
-        if effect.lease > 0:
+        held = memory.shards[effect.shard]
+        nbytes = sum(len(v) for v in held.value)
+        if effect.code is not None:
+            code = self.arena.bytes_of(effect.lease)
+            nbytes = code.numel()
+            held.step(code, effect.code.present, effect.code.options)
+            self.arena.release(effect.lease)
+        elif effect.lease > 0:
             memory.shards[effect.shard].fill(self.arena.bytes_of(effect.lease).numpy().data)
             self.arena.release(effect.lease)
         memory.installed(effect.shard)

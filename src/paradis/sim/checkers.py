@@ -293,6 +293,13 @@ class Checkers:
         """A worker installs a value."""
         self._exact.value(worker.node, effect.shard, effect.version, data)
 
+    def coded(
+        self, worker: SimWorker, shard: int, before: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """A worker is about to apply a code: it is about the value that the worker has."""
+        demand(same_bits(before, value), self, f"{worker.node} applies a code of shard {shard} to "
+               f"{value.tolist()[:6]}, made for {before.tolist()[:6]}")  # fmt: skip
+
     def value(self, worker: SimWorker, shard: int, version: int, value: torch.Tensor) -> None:
         """A script goes on with this value."""
         self._exact.value(worker.node, shard, version, value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import msgspec
@@ -39,6 +39,7 @@ SETTINGS = SharedSettings(
     bucket_bytes=256,
     small_tensor_bytes=48,
     rack_aggregation="on",
+    compression_elements_min=1,
 )
 
 EVENTS_MAX = 200_000
@@ -95,9 +96,10 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
+        settings = replace(SETTINGS, compression="bf16" if job.coded else "none")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
-            settings=SETTINGS, shared=asdict(SETTINGS), tree=job.tree,
+            settings=settings, shared=asdict(settings), tree=job.tree,
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader

@@ -101,6 +101,7 @@ class Job:
         quota_bytes: of every pusher at every receiver; roles raise it to two largest shards.
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
+        coded: gradients and updates travel as codes, where the dtype allows.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -120,6 +121,7 @@ class Job:
     leaves: dict[int, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     retry_ns: int = 30 * MS
+    coded: bool = False
     liveness_ns: int = 20_000 * MS
 
     @property

@@ -226,6 +226,7 @@ class ServerNode(SummingNode):
 
     Attributes:
         values: shard -> (length,), updated in place.
+        codes: shard -> (2 * length,), the code of its last update: the value before and after it.
     """
 
     role: ServerRole
@@ -234,6 +235,7 @@ class ServerNode(SummingNode):
         super().__init__(sim, node, role)
         self.values: dict[int, torch.Tensor] = {}
         self.plans: dict[int, msg.ShardPlan] = {}
+        self.codes: dict[int, torch.Tensor] = {}
         self._optimizers: dict[int, ShardOptimizer] = {}
 
     def carry_own(self, effect: fx.Effect) -> None:
@@ -257,6 +259,9 @@ class ServerNode(SummingNode):
         self, message: msg.DataMessage, payload: fx.Payload | None
     ) -> tuple[msg.DataMessage, Parcel]:
         """Return the message and a copy of a shard's value."""
+        if isinstance(payload, fx.Code):
+            self.sim.checkers.serving(self, message)
+            return message, (self.codes[payload.shard].clone(), {})
         if not isinstance(payload, fx.Sections):
             return super().resolve(message, payload)
         if isinstance(message, msg.State):
@@ -291,7 +296,10 @@ class ServerNode(SummingNode):
                 total.data[s.start : s.start + s.length] if here else None
                 for s, here in zip(segments, effect.present, strict=True)
             ]
+            before = self.values[effect.shard].clone()
             self._optimizers[effect.shard].apply(gradients, effect.options)
+            if effect.coded:
+                self.codes[effect.shard] = torch.cat([before, self.values[effect.shard]])
             return ev.Applied(effect.shard, effect.step)
 
         self.later(job)

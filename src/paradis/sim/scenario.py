@@ -49,6 +49,7 @@ def scenario(seed: int, workload: str) -> Job:
         quota_bytes=source.choice((1, 1, 600, 1 << 20)), habits=_habits(source), weather=weather,
         faults=_faults(source, workers, servers, racks if racks_count else ()),
         leaves=leaves, slow=_slow(source, workers, servers),
+        coded=random.Random(seed * 31 + 7).random() < 0.25,
     )  # fmt: skip
 
 

@@ -55,8 +55,12 @@ class SimWorker(SimNode):
                 pass  # the value is what it was
             case fx.Install():
                 data = self.memory.leases[effect.lease].data
+                value = self.script.tensors[effect.group].values[effect.shard]
+                if effect.code is not None:
+                    before, data = data.chunk(2)
+                    self.sim.checkers.coded(self, effect.shard, before, value)
                 self.sim.checkers.installing(self, effect, data)
-                self.script.tensors[effect.group].values[effect.shard].copy_(data)
+                value.copy_(data)
                 self.memory.release(effect.lease)
             case fx.KeepState():
                 data = self.memory.leases[effect.lease].data

@@ -82,6 +82,7 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         parameters: specs of this part; segment indices start at ``first_parameter``.
         step: step (= version) at which the new shards start.
         restore: directory of the checkpoint the servers load from, or empty.
+        coded_from: first step that travels as codes where a shard has a codec; -1: told later.
         restored: what the checkpoint says of groups: options to take over, and step.
     """
 
@@ -95,6 +96,7 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     shards: tuple[ShardPlan, ...]
     step: int
     restore: str = ""
+    coded_from: int = -1
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):

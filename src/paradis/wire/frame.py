@@ -23,7 +23,8 @@ from paradis.wire.messages import DATA_MESSAGES, HEADER_FIELDS, DataMessage
 
 MAGIC: Final = b"PRDS"
 FORMAT: Final = 1
-CODEC_RAW: Final = 0
+CODECS_MAX: Final = 5
+"""Largest number of a code that this version knows (`paradis.core.codes`)."""
 
 _HEADER = struct.Struct("<4sBBHQIiIQQiIQHHIQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -57,7 +58,6 @@ class FrameHeader(NamedTuple):
 
     kind: int
     flags: int
-    codec: int
     fields: tuple[int, ...]
     meta_bytes: int
     payload_bytes: int
@@ -86,7 +86,7 @@ def encode(
     m = message
     head = _HEADER.pack(
         MAGIC, FORMAT, cls.KIND, flags, m.generation, m.group, m.shard, m.chunk, m.step, m.version,
-        m.worker, m.incarnation, m.sequence, CODEC_RAW, m.revision, len(meta), payload_bytes,
+        m.worker, m.incarnation, m.sequence, m.codec, m.revision, len(meta), payload_bytes,
         payload_checksum or 0,
     )  # fmt: skip
     return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head)) + meta
@@ -110,15 +110,15 @@ def decode_header(data: bytes | bytearray | memoryview, limits: Limits) -> Frame
                               "install the same Paradis version on all hosts")  # fmt: skip
     if xxhash.xxh3_64_intdigest(memoryview(data)[: _HEADER.size]) != found:
         raise FrameCorrupt("frame refused: the header's checksum does not match; drop the link")
-    if kind not in _BY_KIND or codec != CODEC_RAW:
+    if kind not in _BY_KIND or codec > CODECS_MAX:
         raise FrameCorrupt(f"frame refused: unknown kind {kind} or codec {codec}")
     if meta_bytes > limits.meta_bytes_max or payload_bytes > limits.payload_bytes_max:
         raise FrameCorrupt(
             f"frame {_BY_KIND[kind].__name__} refused: {meta_bytes} + {payload_bytes} bytes exceed "
             f"the limits {limits.meta_bytes_max} + {limits.payload_bytes_max}"
         )
-    fields = (*values[4:13], revision)
-    return FrameHeader(kind, flags, codec, fields, meta_bytes, payload_bytes, payload_checksum)
+    fields = (*values[4:13], revision, codec)
+    return FrameHeader(kind, flags, fields, meta_bytes, payload_bytes, payload_checksum)
 
 
 def decode_message(header: FrameHeader, meta: bytes | bytearray | memoryview) -> DataMessage:

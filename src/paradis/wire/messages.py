@@ -54,6 +54,7 @@ HEADER_FIELDS = (
     "incarnation",
     "sequence",
     "revision",
+    "codec",
 )
 
 
@@ -65,6 +66,7 @@ class DataMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         chunk: unit of transfer inside a shard; 0, a shard travels in one chunk.
         worker: rank of the worker, or index of the dispatcher for a rack's sum.
         revision: how often the sender has replaced its gradient of this (shard, step).
+        codec: number of the code that the payload is in, 0: numbers in full.
     """
 
     KIND: ClassVar[int] = 0
@@ -86,6 +88,7 @@ class DataMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     incarnation: int = 0
     sequence: int = 0
     revision: int = 0
+    codec: int = 0
 
 
 class Hello(DataMessage, frozen=True, kw_only=True):
@@ -104,7 +107,8 @@ class Challenge(DataMessage, frozen=True, kw_only=True):
 
 
 class Push(DataMessage, frozen=True, kw_only=True):
-    """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient."""
+    """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient,
+    or its code."""
 
     KIND: ClassVar[int] = 3
 
@@ -155,10 +159,12 @@ class Commit(DataMessage, frozen=True, kw_only=True):
 
 
 class Update(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker, or rack agent -> worker: the shard at ``version``. Payload: new value.
+    """Server -> worker, or rack agent -> worker: the shard at ``version``. Payload: new value,
+    or the code of what makes it of the one before.
 
     Attributes:
         unchanged: no payload, the value is that of ``version - 1``.
+        present: of a code: bit i is set if segment i was updated; empty: all were.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
         priority: place of the shard in admission order from the next step on.
     """
@@ -167,6 +173,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
     unchanged: bool = False
     found_inf: bool = False
     priority: int = -1
+    present: bytes = b""
 
     @property
     def urgency(self) -> int:

@@ -44,7 +44,12 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard: who owns it, what it is made of; ``priority`` is its place in admission order."""
+    """One shard: who owns it, what it is made of; ``priority`` is its place in admission order.
+
+    Attributes:
+        codec: how gradients and updates travel once its group is coded; empty: always in full.
+        code_bytes: bytes of such a gradient or update, without header.
+    """
 
     shard: int
     server: str
@@ -53,6 +58,8 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     segments: tuple[Segment, ...]
     options_group: int
     priority: int
+    codec: str = ""
+    code_bytes: int = 0
 
     @property
     def is_buffer(self) -> bool:

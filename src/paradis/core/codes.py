@@ -1,0 +1,79 @@
+"""Which tensors travel as codes, and how many bytes a code has: closed forms, without the codecs.
+
+Whoever plans and whoever bounds memory needs lengths, not arithmetic. A test compares them with
+what the codecs of `paradis.numerics.codecs` really write.
+
+    >>> code_bytes("onebit", 1_000_000)
+    128908
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from paradis.errors import ConfigError
+
+SIGN_BLOCK: Final = 1024
+"""Elements that share a scale in a sign code."""
+
+INT8_BLOCK: Final = 256
+"""Elements that share a scale in a byte code."""
+
+_SCALE_BYTES: Final = 4
+
+
+def _blocks(length: int, block: int) -> int:
+    return -(-length // block)
+
+
+_BYTES: Final[Mapping[str, Callable[[int], int]]] = {
+    "bf16": lambda n: 2 * n,
+    "int8": lambda n: _blocks(n, INT8_BLOCK) * _SCALE_BYTES + n,
+    "onebit": lambda n: _blocks(n, SIGN_BLOCK) * _SCALE_BYTES + (n + 7) // 8,
+    "onebit-tensor": lambda n: min(n, 1) * _SCALE_BYTES + (n + 7) // 8,
+    "lion": lambda n: (n + 7) // 8,
+}
+
+NUMBERS: Final[Mapping[str, int]] = {
+    "": 0, "bf16": 1, "int8": 2, "onebit": 3, "onebit-tensor": 4, "lion": 5,
+}  # fmt: skip
+"""Number on the wire of each codec; never given to another one. Empty: in full."""
+
+_OF_OPTIMIZER: Final[Mapping[str, str]] = {"OneBitAdam": "onebit", "DistributedLion": "lion"}
+
+
+def code_bytes(codec: str, length: int) -> int:
+    """Return the bytes of the code of ``length`` elements.
+
+    Raises:
+        ConfigError: unknown codec.
+    """
+    try:
+        return _BYTES[codec](length)
+    except KeyError:
+        raise ConfigError(
+            f"codec {codec!r} is unknown; expected one of {', '.join(sorted(_BYTES))}"
+        ) from None
+
+
+def choose_codec(
+    compression: str, optimizer: str, dtype: str, numel: int, *, threshold: int
+) -> str:
+    """Return how a parameter travels; empty: in full.
+
+    Args:
+        compression: what the configuration asks for, ``none`` or a codec's name.
+        optimizer: class name; some bring their own code.
+        dtype: name without ``torch.``; only float32 is coded.
+        numel: elements.
+        threshold: tensors with fewer elements travel in full: scales and headers would outweigh
+            what is saved, and norms and biases are spiky. The signs of Lion are all that its
+            servers understand, so they know no such bound.
+    """
+    own = _OF_OPTIMIZER.get(optimizer, "")
+    if own == "lion" and numel:
+        return own
+    if dtype != "float32" or numel < max(1, threshold):
+        return ""
+    return own or ("" if compression == "none" else compression)

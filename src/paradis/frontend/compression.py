@@ -1,0 +1,158 @@
+"""Makes codes of gradients, on a thread of its own while backward goes on.
+
+Invariant: a shard is handed over with the code of the gradient it was handed in with, or not at
+all; a code that failed is made again in ``step()``, where the script can be told.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from paradis.errors import DeadlineExceeded, NonFiniteGradient
+from paradis.numerics.elementwise import Options
+from paradis.runtime.worker_memory import GroupMemory
+
+Done = Callable[[int, int, int], None]
+
+
+class Compressor:
+    """The codes of one ``wrap`` call.
+
+    Args:
+        memory: its shards.
+        hand_over: called with a shard whose code is made, on the compressing thread.
+        options: returns the hyper-parameters of each parameter group as they are now.
+        timeout_s: deadline of waits for the compressing thread.
+
+    Attributes:
+        on_done: called with (shard, begin, bytes) for each code, where spans are recorded.
+    """
+
+    def __init__(
+        self,
+        memory: GroupMemory,
+        hand_over: Callable[[tuple[int, ...]], None],
+        options: Callable[[], list[Options]],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._memory = memory
+        self._hand_over = hand_over
+        self._options = options
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._waiting: deque[int] = deque()
+        self._busy = False
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._now: list[Options] | None = None
+        self._coded: dict[int, None] = {}
+        self.on_done: Done | None = None
+
+    def submit(self, shards: Sequence[int]) -> None:
+        """Make codes of gradients that backward has finished, and hand them over."""
+        if self._now is None:
+            self._now = self._options()
+        with self._changed:
+            self._waiting.extend(shards)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="paradis-compression", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._stopped)
+                if self._stopped:
+                    return
+                shard = self._waiting.popleft()
+                self._busy = True
+                options = self._now
+            assert options is not None
+            try:
+                self._encode(shard, options)
+            except Exception:  # made again in step(), which then raises it
+                continue
+            self._hand_over((shard,))
+
+    def _encode(self, shard: int, options: Sequence[Options], *, empty: bool = False) -> None:
+        start_ns = time.monotonic_ns()
+        memory = self._memory.shards[shard]
+        memory.encode(options[memory.plan.options_group], empty=empty)
+        self._coded[shard] = None
+        if self.on_done is not None and not empty:
+            self.on_done(shard, start_ns, sum(map(len, memory.gradient)))
+
+    def settle(
+        self,
+        present: Sequence[int],
+        revised: Collection[int],
+        options: Sequence[Options],
+        *,
+        empty: bool = False,
+    ) -> None:
+        """Make the codes that are missing or out of date: what counts is decided.
+
+        Args:
+            present: shards with a gradient.
+            revised: those that were handed over with another one.
+            options: hyper-parameters of the step.
+            empty: the step will be skipped: gradients may hold anything.
+
+        Raises:
+            NonFiniteGradient: a gradient holds NaN or infinity; names its parameter.
+            DeadlineExceeded: the compressing thread does not come to an end.
+        """
+        self._drain()
+        for shard in present:
+            if self._memory.codes(shard) and (
+                empty or shard in revised or shard not in self._coded
+            ):
+                try:
+                    self._encode(shard, options, empty=empty)
+                except NonFiniteGradient as error:
+                    raise self._named(shard, error) from None
+
+    def _drain(self) -> None:
+        with self._changed:
+            idle = self._changed.wait_for(
+                lambda: not self._waiting and not self._busy, timeout=self._timeout_s
+            )
+        if not idle:
+            raise DeadlineExceeded(
+                f"compression timed out after {self._timeout_s:.0f} s: {len(self._waiting)} shards "
+                "are left; is the process stopped in a debugger?"
+            )
+
+    def _named(self, shard: int, error: NonFiniteGradient) -> NonFiniteGradient:
+        index = error.fields.get("segment", 0)
+        assert isinstance(index, int)
+        name = self._memory.shards[shard].tensors[index].name
+        return NonFiniteGradient(
+            f"step refused: gradient of {name}: {error.message} (compressed gradients cannot hold "
+            "NaN or infinity: look at the last batch, lower the learning rate, or train without "
+            "training.compression)"
+        )
+
+    def end_step(self) -> None:
+        """Begin the next step."""
+        self._now = None
+        self._coded = {}
+
+    def stop(self) -> None:
+        """End the thread; what waits is dropped. A forked child may call it."""
+        self._stopped = True
+        if self._thread is not None and self._thread.is_alive():
+            with self._changed:
+                self._changed.notify_all()
