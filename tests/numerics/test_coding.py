@@ -122,9 +122,10 @@ class Job:
 
     def check_copies(self) -> None:
         for shard, segments in enumerate(self.cuts):
-            seen = self.servers[shard].seen()
+            assert self.servers[shard].seen() is None  # workers hold the server's values
+            values = self.views(self.values, segments)
             for copy in self.copies:
-                for mine, theirs in zip(self.views(copy, segments), seen, strict=True):
+                for mine, theirs in zip(self.views(copy, segments), values, strict=True):
                     assert same_bits(mine, theirs)
 
     def whole(self, name: str, rank: int | None = None) -> list[torch.Tensor]:
@@ -278,7 +279,7 @@ def test_hyper_parameters_count_with_their_step_and_eps_does_not() -> None:
 def test_the_parity_scale_has_one_scale_per_segment() -> None:
     codec = onebit_codec({"scale": "l2"}, DOUBLE)
     assert codec.norm == "l2" and OneBitAdamWorker([1000, 37], codec).sizes == (8 + 125, 8 + 5)
-    assert onebit_codec({}) == OneBit() and OneBitAdamWorker.encoded_bytes(1025) == 8 + 129
+    assert onebit_codec({}) == OneBit() and OneBitAdamWorker([1025]).code_bytes == 8 + 129
     job = Job("onebit", codec=codec)
     for step in range(3):
         job.step(draw(step))
@@ -287,8 +288,7 @@ def test_the_parity_scale_has_one_scale_per_segment() -> None:
 
 def test_a_coder_must_begin() -> None:
     with pytest.raises(LocalProtocolError, match=r"expected begin\(\)"):
-        code = torch.empty(OneBitAdamWorker.encoded_bytes(4), dtype=torch.uint8)
-        OneBitAdamWorker([4]).encode([torch.ones(4)], code, OPTIONS)
+        OneBitAdamWorker([4]).encode([torch.ones(4)], torch.empty(5, dtype=torch.uint8), OPTIONS)
 
 
 # --------------------------------------------------------------------- both optimizers
@@ -416,9 +416,8 @@ def test_memories_of_another_job_are_refused(kind: str, spoil: Callable[[Any], A
 def test_a_new_worker_has_no_error_yet() -> None:
     job = Job("onebit")
     job.step(draw(1))
-    given = {k: v for k, v in job.servers[0].memories().items() if k != "server_error"}
     fresh = job.worker(CUTS[0])
-    fresh.load_memories(given)
+    fresh.load_memories(job.servers[0].memories())
     assert not any(error.any() for error in fresh.memories()["error"])
     assert same_bits(fresh.memories()["momentum"][0], job.whole("momentum")[0][:448])
 

@@ -59,8 +59,7 @@ class LionWorker(WorkerCoder):
         self._noted = [False] * len(self.lengths)
         self._dtype = dtype
 
-    @staticmethod
-    def encoded_bytes(length: int) -> int:
+    def encoded_bytes(self, length: int) -> int:
         return lion_bytes(length)
 
     def begin(self, states: Sequence[State], options: Options) -> None:
@@ -190,9 +189,6 @@ class LionServer(ServerCoder):
         out[0] = 1
         out[_HEAD:].numpy()[:] = np.packbits(negative, bitorder="little")
         self._parity[segment] = 1 - parity
-
-    def seen(self) -> Sequence[torch.Tensor]:
-        return self._values
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         ties = []
