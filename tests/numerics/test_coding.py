@@ -244,6 +244,8 @@ def test_with_one_element_per_block_it_is_adam_with_frozen_variance(dtype: torch
 def test_order_of_arrival_and_cuts_at_blocks_change_no_bit(kind: str) -> None:
     codec = OneBit(block_elements=64)
     cuts: list[Cuts] = [CUTS, CUTS, (((0, 0, 1000), (1, 0, 37), (2, 0, 640)),)]
+    if kind == "lion":  # ties go by the place in the parameter, wherever it is cut
+        cuts[2] = (((0, 0, 63), (1, 0, 37)), ((0, 63, 1000), (2, 0, 640)))
     jobs = [Job(kind, cuts=each, dtype=torch.float32, codec=codec) for each in cuts]
     if kind == "onebit":  # the floor of the variance is a median over the segment
         jobs[2].restore(jobs[0])
@@ -381,14 +383,14 @@ def test_absent_segments_are_left_alone(kind: str) -> None:
 def test_memories_come_back_in_another_cut(kind: str) -> None:
     other: Cuts = (((0, 0, 64), (2, 0, 640)), ((0, 64, 1000), (1, 0, 37)))
     codec = OneBit(block_elements=8)  # so that blocks do not depend on the cut
-    job = Job(kind, workers=3, dtype=torch.float32, codec=codec)
-    moved = Job(kind, workers=3, dtype=torch.float32, codec=codec, cuts=other)
+    job = Job(kind, dtype=torch.float32, codec=codec)
+    moved = Job(kind, dtype=torch.float32, codec=codec, cuts=other)
     for step in range(3):
-        job.step(draw(step, workers=3, dtype=torch.float32))
+        job.step(draw(step, dtype=torch.float32))
     moved.restore(job)
     for step in range(3, 6):
         for each in (job, moved):
-            each.step(draw(step, workers=3, dtype=torch.float32))
+            each.step(draw(step, dtype=torch.float32))
             each.check_copies()
     assert all(same_bits(a, b) for a, b in zip(job.values, moved.values, strict=True))
     for name in job.servers[0].memories():
