@@ -122,9 +122,10 @@ class Job:
 
     def check_copies(self) -> None:
         for shard, segments in enumerate(self.cuts):
-            seen = self.servers[shard].seen()
+            assert self.servers[shard].seen() is None  # workers hold the server's values
+            values = self.views(self.values, segments)
             for copy in self.copies:
-                for mine, theirs in zip(self.views(copy, segments), seen, strict=True):
+                for mine, theirs in zip(self.views(copy, segments), values, strict=True):
                     assert same_bits(mine, theirs)
 
     def whole(self, name: str, rank: int | None = None) -> list[torch.Tensor]:
@@ -243,6 +244,8 @@ def test_with_one_element_per_block_it_is_adam_with_frozen_variance(dtype: torch
 def test_order_of_arrival_and_cuts_at_blocks_change_no_bit(kind: str) -> None:
     codec = OneBit(block_elements=64)
     cuts: list[Cuts] = [CUTS, CUTS, (((0, 0, 1000), (1, 0, 37), (2, 0, 640)),)]
+    if kind == "lion":  # ties go by the place in the parameter, wherever it is cut
+        cuts[2] = (((0, 0, 63), (1, 0, 37)), ((0, 63, 1000), (2, 0, 640)))
     jobs = [Job(kind, cuts=each, dtype=torch.float32, codec=codec) for each in cuts]
     if kind == "onebit":  # the floor of the variance is a median over the segment
         jobs[2].restore(jobs[0])
@@ -278,7 +281,7 @@ def test_hyper_parameters_count_with_their_step_and_eps_does_not() -> None:
 def test_the_parity_scale_has_one_scale_per_segment() -> None:
     codec = onebit_codec({"scale": "l2"}, DOUBLE)
     assert codec.norm == "l2" and OneBitAdamWorker([1000, 37], codec).sizes == (8 + 125, 8 + 5)
-    assert onebit_codec({}) == OneBit() and OneBitAdamWorker.encoded_bytes(1025) == 8 + 129
+    assert onebit_codec({}) == OneBit() and OneBitAdamWorker([1025]).code_bytes == 8 + 129
     job = Job("onebit", codec=codec)
     for step in range(3):
         job.step(draw(step))
@@ -287,8 +290,7 @@ def test_the_parity_scale_has_one_scale_per_segment() -> None:
 
 def test_a_coder_must_begin() -> None:
     with pytest.raises(LocalProtocolError, match=r"expected begin\(\)"):
-        code = torch.empty(OneBitAdamWorker.encoded_bytes(4), dtype=torch.uint8)
-        OneBitAdamWorker([4]).encode([torch.ones(4)], code, OPTIONS)
+        OneBitAdamWorker([4]).encode([torch.ones(4)], torch.empty(5, dtype=torch.uint8), OPTIONS)
 
 
 # --------------------------------------------------------------------- both optimizers
@@ -381,14 +383,14 @@ def test_absent_segments_are_left_alone(kind: str) -> None:
 def test_memories_come_back_in_another_cut(kind: str) -> None:
     other: Cuts = (((0, 0, 64), (2, 0, 640)), ((0, 64, 1000), (1, 0, 37)))
     codec = OneBit(block_elements=8)  # so that blocks do not depend on the cut
-    job = Job(kind, workers=3, dtype=torch.float32, codec=codec)
-    moved = Job(kind, workers=3, dtype=torch.float32, codec=codec, cuts=other)
+    job = Job(kind, dtype=torch.float32, codec=codec)
+    moved = Job(kind, dtype=torch.float32, codec=codec, cuts=other)
     for step in range(3):
-        job.step(draw(step, workers=3, dtype=torch.float32))
+        job.step(draw(step, dtype=torch.float32))
     moved.restore(job)
     for step in range(3, 6):
         for each in (job, moved):
-            each.step(draw(step, workers=3, dtype=torch.float32))
+            each.step(draw(step, dtype=torch.float32))
             each.check_copies()
     assert all(same_bits(a, b) for a, b in zip(job.values, moved.values, strict=True))
     for name in job.servers[0].memories():
@@ -416,9 +418,8 @@ def test_memories_of_another_job_are_refused(kind: str, spoil: Callable[[Any], A
 def test_a_new_worker_has_no_error_yet() -> None:
     job = Job("onebit")
     job.step(draw(1))
-    given = {k: v for k, v in job.servers[0].memories().items() if k != "server_error"}
     fresh = job.worker(CUTS[0])
-    fresh.load_memories(given)
+    fresh.load_memories(job.servers[0].memories())
     assert not any(error.any() for error in fresh.memories()["error"])
     assert same_bits(fresh.memories()["momentum"][0], job.whole("momentum")[0][:448])
 

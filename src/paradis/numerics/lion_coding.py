@@ -59,8 +59,7 @@ class LionWorker(WorkerCoder):
         self._noted = [False] * len(self.lengths)
         self._dtype = dtype
 
-    @staticmethod
-    def encoded_bytes(length: int) -> int:
+    def encoded_bytes(self, length: int) -> int:
         return lion_bytes(length)
 
     def begin(self, states: Sequence[State], options: Options) -> None:

@@ -215,13 +215,15 @@ class FrozenShard:
         }
 
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Take over memories, perhaps cut otherwise; without error memory it starts at zero.
+        """Take over memories, perhaps cut otherwise, or those of the other side of this shard.
+
+        Without an error memory of its own name it starts at zero.
 
         Raises:
             SnapshotCorrupt: names, lengths or dtypes are not those of this shard.
         """
         wanted = {"momentum", "inverse"}
-        if not wanted <= set(memories) <= wanted | {self._error_name}:
+        if not wanted <= set(memories) <= wanted | {"error", "server_error"}:
             raise SnapshotCorrupt(
                 f"memories refused: expected {sorted(wanted)} and perhaps {self._error_name}, got "
                 f"{sorted(memories)}; restore a checkpoint of OneBitAdam after its freeze"
@@ -262,15 +264,12 @@ class OneBitAdamWorker(WorkerCoder):
     """
 
     def __init__(self, lengths: Sequence[int], codec: OneBit = DEFAULT) -> None:
+        self._codec = codec
         super().__init__(lengths)
-        self.sizes = tuple(codec.encoded_bytes(n) for n in self.lengths)
-        self.code_bytes = sum(self.sizes)
         self._shard = FrozenShard(codec, self.lengths, "error")
 
-    @staticmethod
-    def encoded_bytes(length: int) -> int:
-        """Return the bytes of a code of the default codec, float32 in blocks of 1024."""
-        return DEFAULT.encoded_bytes(length)
+    def encoded_bytes(self, length: int) -> int:
+        return self._codec.encoded_bytes(length)
 
     def begin(self, states: Sequence[State], options: Options) -> None:
         self._shard.begin(states, options)

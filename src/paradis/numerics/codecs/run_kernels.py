@@ -220,24 +220,40 @@ def set_bit(bits: Array, place: int, value: bool) -> None:
 
 @inlined
 def clear_masked(c: Array, at: int, mask: Array) -> None:
-    """Set the elements of ``c`` to 0 whose bit of the mask, from ``at`` on, is 0."""
+    """Set the elements of ``c`` to 0 whose bit of the mask, from ``at`` on, is 0.
+
+    Most bytes of a mask are all ones, and these need no look at their elements.
+    """
     if mask.size:
         zero = c.dtype.type(0)
-        for k in range(c.size):
-            place = np.uint64(at + k)
-            byte = np.uint32(mask[place >> np.uint64(3)])
-            kept = (byte >> np.uint32(place & np.uint64(7))) & np.uint32(1)
-            c[k] = c[k] if kept else zero
+        whole = c.size // 8 * 8 if at % 8 == 0 else 0
+        bytes_of = mask[at // 8 : (at + whole) // 8]
+        for j in range(bytes_of.size):
+            byte = bytes_of[j]
+            if byte != 255:
+                for k in range(8):
+                    if not (byte >> k) & 1:
+                        c[j * 8 + k] = zero
+        for k in range(whole, c.size):
+            if not bit(mask, at + k):
+                c[k] = zero
 
 
 @inlined
 def kept(start: int, stop: int, mask: Array) -> int:
     """Return how many elements of a block are real."""
-    count = stop - start
-    if mask.size:
-        count = 0
-        for place in range(start, stop):
-            count += bit(mask, place)
+    if not mask.size:
+        return stop - start
+    whole = (stop - start) // 8 * 8 if start % 8 == 0 else 0
+    bytes_of = mask[start // 8 : (start + whole) // 8]
+    count = whole
+    for j in range(bytes_of.size):
+        byte = bytes_of[j]
+        if byte != 255:
+            for k in range(8):
+                count -= 1 - ((byte >> k) & 1)
+    for place in range(start + whole, stop):
+        count += bit(mask, place)
     return count
 
 

@@ -110,11 +110,12 @@ def _squares(c: Array, n: int) -> float:
 @inlined
 def _poison(c: Array, n: int, mask: Array) -> float:
     """Return 0, or NaN if an element is not finite: a mask must not hide one."""
-    total = 0.0
+    bad = np.uint32(0)
     if mask.size:
+        zero = c.dtype.type(0)
         for k in range(n):
-            total += np.float64(c[k] - c[k])
-    return total
+            bad |= np.uint32(c[k] - c[k] != zero)
+    return np.nan if bad else 0.0
 
 
 @inlined
