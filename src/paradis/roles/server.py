@@ -239,7 +239,9 @@ class ServerRole(ServerValues):
         if not assigned or shard.collection.summing:
             return
         if group.verdict == "skip" or all(v is None for v in expected.values()):
-            self._finish(group, shard, unchanged=shard.plan.shard not in commit.changed)
+            # What the script changed everywhere alike is sent once more, but there is no code of it.
+            unchanged = self.coded(group, shard) or shard.plan.shard not in commit.changed
+            self._finish(group, shard, unchanged=unchanged)
             return
         if not shard.collection.is_good(expected):
             return
