@@ -239,7 +239,7 @@ class ServerRole(ServerValues):
         if not assigned or shard.collection.summing:
             return
         if group.verdict == "skip" or all(v is None for v in expected.values()):
-            # What the script changed everywhere alike is sent once more, but there is no code of it.
+            # What the script changed everywhere alike is sent once more; there is no code of it.
             unchanged = self.coded(group, shard) or shard.plan.shard not in commit.changed
             self._finish(group, shard, unchanged=unchanged)
             return
