@@ -6,6 +6,7 @@ servers, each on the host where it is called; where there are none, rank 0 start
 PARADIS_BENCH_SERVERS (2) servers of its own. With PARADIS_BENCH_COLOCATED=1 every worker also
 starts the co-located server beside it, on its host: ``cfg["servers"]`` may be empty then.
 PARADIS_BENCH_SET holds further settings, ``section.key=value``, separated by blanks.
+PARADIS_BENCH_OPTIMIZER is ``sgd`` (default), ``lion``, or ``onebit:N``, frozen after N steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import psutil
 import torch
 
 import paradis
+import paradis.optim
 from paradis.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -60,7 +62,7 @@ class Method:
 
 
 def wrap(cfg: dict[str, Any], rank: int, module: torch.nn.Module) -> Method:
-    """Join (and on rank 0 start) the job, wrap the module with SGD."""
+    """Join (and on rank 0 start) the job, wrap the module."""
     workers = torch.distributed.get_world_size()
     colocated = os.environ.get("PARADIS_BENCH_COLOCATED") == "1"
     directory, host = _directory(), _own_address()
@@ -78,8 +80,17 @@ def wrap(cfg: dict[str, Any], rank: int, module: torch.nn.Module) -> Method:
         PARADIS_DISPATCHERS=address,
         PARADIS_TOKEN_FILE=str(directory / "token"),
     )
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    return Method(paradis.wrap(module, optimizer), nodes, beside)
+    return Method(paradis.wrap(module, make_optimizer(module)), nodes, beside)
+
+
+def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that PARADIS_BENCH_OPTIMIZER names."""
+    name, _, steps = os.environ.get("PARADIS_BENCH_OPTIMIZER", "sgd").partition(":")
+    if name == "lion":
+        return paradis.optim.DistributedLion(module.parameters(), lr=1e-4)
+    if name == "onebit":
+        return paradis.optim.OneBitAdam(module.parameters(), lr=1e-4, freeze_step=int(steps))
+    return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
 def serve(cfg: dict[str, Any], index: int) -> dict[str, Any]:

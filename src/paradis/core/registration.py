@@ -52,6 +52,7 @@ class Registration:
     parameters: tuple[RegisteredParameter, ...]
     optimizer: str
     options: list[dict[str, Any]] = field(hash=False)
+    compression: str = ""
 
 
 def compare(registrations: Sequence[Registration]) -> str | None:
@@ -61,6 +62,7 @@ def compare(registrations: Sequence[Registration]) -> str | None:
         return None
     lines = _parameter_lines(ordered)
     lines += _line("optimizer", {r.rank: r.optimizer for r in ordered})
+    lines += _line("compression", {r.rank: r.compression for r in ordered})
     lines += _option_lines({r.rank: r.options for r in ordered})
     if not lines:
         return None

@@ -44,10 +44,13 @@ class Binding:
         optimizer: the wrapped one, once it exists.
     """
 
-    def __init__(self, session: Session, model: torch.nn.Module, optimizer_name: str) -> None:
+    def __init__(
+        self, session: Session, model: torch.nn.Module, optimizer_name: str, compression: str = ""
+    ) -> None:
         self.session = session
         self.model = model
         self.optimizer_name = optimizer_name
+        self._compression = compression
         self.group = session.groups
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
@@ -208,6 +211,7 @@ class Binding:
             options=options,
             step=step,
             coded_from=self._codes.first_step(options, step),
+            compression=self._compression,
         )
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S

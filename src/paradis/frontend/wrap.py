@@ -12,8 +12,12 @@ from paradis.frontend.optimizer import WrappedOptimizer
 from paradis.frontend.state_transfer import give_shards, has_trained
 from paradis.numerics.elementwise import Options, check_supported, optimizer_name, options_of
 
+COMPRESSIONS = ("none", "bf16", "int8")
 
-def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOptimizer:
+
+def wrap(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, compression: str | None = None
+) -> WrappedOptimizer:
     """Train a model through Paradis: one line, after the optimizer is built.
 
     Every worker calls it alike; it returns when all have, and all hold worker 0's parameters,
@@ -23,6 +27,8 @@ def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOpt
     Args:
         model: the module; its parameters keep their identity and memory.
         optimizer: a ``torch.optim`` optimizer with an elementwise update over its parameters.
+        compression: ``none``, ``bf16`` or ``int8`` for this call; None: as
+            ``training.compression`` says. Optimizers of `paradis.optim` have their own.
 
     Returns:
         The optimizer to use from now on.
@@ -34,6 +40,11 @@ def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOpt
     """
     if isinstance(optimizer, WrappedOptimizer):
         raise ConfigError("paradis.wrap refused: this optimizer is wrapped already; wrap it once")
+    if compression not in (None, *COMPRESSIONS):
+        raise ConfigError(
+            f"paradis.wrap refused: compression {compression!r}; expected one of "
+            f"{', '.join(COMPRESSIONS)}, or None for what the configuration says"
+        )
     name = optimizer_name(optimizer)
     trained = name_parameters(model, optimizer.param_groups)
     if not trained:
@@ -44,7 +55,7 @@ def wrap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> WrappedOpt
     for named in trained:
         _check_supported(name, all_options[named.spec.options_group], named)
     stored, left_out = name_buffers(model, trained)
-    binding = Binding(sessions.current(), model, name)
+    binding = Binding(sessions.current(), model, name, compression or "")
     _announce(model, optimizer, binding, left_out)
     plan = binding.register([*trained, *stored], all_options)
     if plan.restore:

@@ -418,4 +418,6 @@ def _registration(register: msg.Register) -> Registration:
         RegisteredParameter(p.name, p.shape, p.dtype, p.options_group, p.trainable)
         for p in register.parameters
     )
-    return Registration(register.rank, parameters, register.optimizer, register.options)
+    return Registration(
+        register.rank, parameters, register.optimizer, register.options, register.compression
+    )

@@ -38,7 +38,7 @@ def _info(
     numel, codec = math.prod(spec.shape), ""
     if spec.options_group >= 0:
         codec = choose_codec(
-            settings.compression, register.optimizer, spec.dtype, numel,
+            register.compression or settings.compression, register.optimizer, spec.dtype, numel,
             threshold=settings.compression_elements_min,
             scale=str(register.options[spec.options_group].get("scale", "l1")),
         )  # fmt: skip

@@ -68,6 +68,7 @@ class Register(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         coded_from: first step that may travel as codes; -1: when the leader says so.
+        compression: how it travels; empty: as the configuration says.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class Register(ControlMessage, frozen=True, kw_only=True):
     options: list[Options]
     step: int = 0
     coded_from: int = 0
+    compression: str = ""
 
 
 class Plan(ControlMessage, frozen=True, kw_only=True):
