@@ -29,6 +29,7 @@ class SharedSettings:
         rack_aggregation: ``auto``, ``on`` or ``off``.
         overlap: ``none`` or ``layerwise``.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
+        early_update: servers update a shard before the workers have committed.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
         restore: checkpoint to start from; empty: none.
@@ -53,6 +54,7 @@ class SharedSettings:
     rack_aggregation: str = "auto"
     overlap: str = "none"
     on_early_finish: str = "continue"
+    early_update: bool = False
     detect_value_changes: bool = True
     debug_gradients: bool = False
     check_finite: bool = True

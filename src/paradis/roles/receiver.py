@@ -26,11 +26,14 @@ class HeldShard:
         members: the ranks that the last sum was over, absent ones included.
         pending: values that a worker changed, kept until all have committed: until then somebody
             may still pull the present version.
+        whole: ranks whose push of this step has a gradient for every parameter in the shard.
+        early: rank -> revision (None: absent), and the options, with which the present step was
+            applied ahead of the commits; None if it was not.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent", "members", "pending")  # fmt: skip
+                 "sent", "members", "pending", "whole", "early")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -46,6 +49,8 @@ class HeldShard:
         self.sent: dict[int, int] | None = None
         self.members: tuple[int, ...] = ()
         self.pending: ev.Received | None = None
+        self.whole: dict[int, None] = {}
+        self.early: tuple[dict[int, int | None], msg.Options] | None = None
 
     @property
     def passive(self) -> bool:
@@ -74,11 +79,14 @@ class HeldGroup:
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
+        begun: rank -> what it said of the step ahead of its commit, with early updates.
+        alike: of these members, whether all have begun or committed alike.
+        reordered: the last step whose commits changed the admission order, below -1 if none.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished")  # fmt: skip
+                 "skipped", "gone", "unfinished", "begun", "alike", "reordered")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -98,6 +106,9 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
+        self.begun: dict[int, msg.StepCommit] = {}
+        self.alike: tuple[tuple[int, ...], bool] = ((), False)
+        self.reordered = -2
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -112,8 +123,11 @@ class HeldGroup:
             if shard.passive:
                 shard.version = step
             self.unfinished += shard.version == step and not shard.passive
+            shard.early = None
         self.commits = {}
         self.norms = {}
+        self.begun = {}
+        self.alike = ((), False)
         self.verdict = ""
         self.measuring = 0
         self.squares = {}
@@ -124,6 +138,10 @@ class HeldGroup:
         if commit is None and rank in self.norms:
             return self.norms[rank].commit
         return commit
+
+    def ahead(self, rank: int) -> msg.StepCommit | None:
+        """Return the rank's commit, or what it has said ahead of it."""
+        return self.commits.get(rank) or self.begun.get(rank)
 
 
 class Receiver:
@@ -222,6 +240,8 @@ class Receiver:
         """Take in a push of the step that the shard collects for."""
         if isinstance(push, msg.Push):
             ranks, rack = {push.worker: push.revision}, -1
+            if push.whole:
+                shard.whole[push.worker] = None
         else:
             ranks, rack = dict(push.included), push.worker
         added = shard.collection.add(
@@ -383,7 +403,7 @@ class Receiver:
         if shard.collection.summed is None:
             self._out.append(fx.ReleaseSum(event.shard))
             self._ask(group, shard, ask)
-        elif self._serves_racks and not self._decided(group):
+        elif self._serves_racks and not self._decided(group) and not group.begun:
             return  # a server's sum waits for the commits; a rack agent sends its own on
         self.advance(group, shard)
 

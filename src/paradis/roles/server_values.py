@@ -37,7 +37,9 @@ class ServerValues(Receiver):
         self._send(source, update, fx.Sections(group.index, pull.shard))
 
     def _in_flux(self, group: HeldGroup, shard: HeldShard) -> bool:
-        """Whether the value is being changed: all have committed, so nobody needs it as it is."""
+        """Whether the value is being changed: nobody needs it as it is, or may see it half done."""
+        if shard.applying:
+            return True
         return shard.version == group.step and bool(group.verdict) and not shard.passive
 
     # ------------------------------------------------------------------ values

@@ -29,11 +29,13 @@ class WorkerConfig:
         quota_bytes: bytes that may be unreturned at one receiver.
         retry_ns: how long nothing must come before unanswered messages go again. Links are
             reliable, so this only heals a lost link or a receiver that dropped a frame.
+        early_update: servers may update before the workers have committed.
     """
 
     rank: int
     quota_bytes: int = 32 << 20
     retry_ns: int = 3_000_000_000
+    early_update: bool = False
 
 
 class Shard:
@@ -42,6 +44,7 @@ class Shard:
     Attributes:
         target: where pushes go: the rack agent or the server.
         ready: backward (or ``step()``) has produced the gradient.
+        whole: backward handed it over, so every parameter in it has a gradient.
         sent: pushed at least once in this step.
         acked: the receiver holds the present revision.
         void: the receiver's copy was dropped; push again when ``step()`` is called.
@@ -52,7 +55,7 @@ class Shard:
     """
 
     __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
-                 "revision", "present", "assign", "nbytes", "next_priority")  # fmt: skip
+                 "revision", "present", "assign", "nbytes", "next_priority", "whole")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
@@ -65,7 +68,7 @@ class Shard:
     def reset(self) -> None:
         """Forget the step that ended."""
         self.ready = self.sent = self.acked = self.void = self.stale = self.detour = False
-        self.present = False
+        self.present = self.whole = False
         self.revision = 0
 
     @property
@@ -91,6 +94,10 @@ class Group:
         pull_round: number of the last request for values, so that an earlier answer is known;
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
+        begun: what was said ahead of the commit, with early updates.
+        early: shard -> (version, lease) of updates that wait for ``step()``.
+        missed: shards whose early update may be lost; it is asked for after the commit.
+        confirming: servers that have not said that the step is confirmed.
     """
 
     index: int
@@ -113,6 +120,10 @@ class Group:
     norm_from: dict[str, None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)
     started: dict[str, tuple[int, int]] = field(default_factory=dict)
+    begun: StepCommit | None = None
+    early: dict[int, tuple[int, int]] = field(default_factory=dict)
+    missed: dict[int, None] = field(default_factory=dict)
+    confirming: dict[str, None] = field(default_factory=dict)
     _ordered: tuple[int, list[Shard]] = (0, [])
 
     def ordered(self) -> list[Shard]:
@@ -126,13 +137,14 @@ class Group:
     def busy(self) -> bool:
         """Whether the script's thread waits for something."""
         return bool(self.waiting or self.assigning or self.state_waiting or self.snapshot_from
-                    or self.norm_from)  # fmt: skip
+                    or self.norm_from or self.confirming)  # fmt: skip
 
     def next_step(self) -> None:
         """All updates are installed: the next step begins."""
         self.step += 1
         self.closed = self.committed = False
-        self.commit = None
+        self.commit = self.begun = None
+        self.missed = {}
         for shard in self.shards.values():
             shard.reset()
         self._reorder()

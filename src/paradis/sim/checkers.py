@@ -5,7 +5,8 @@ A checker raises `Violation` with its name; the driver adds seed and replay comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -199,6 +200,35 @@ class Waits:
                    f"unsent {stuck}, credit is in {holding}")  # fmt: skip
 
 
+class Ahead:
+    """What is done ahead of the commits is compared with them when the first worker goes on.
+
+    That worker has the servers' word that all have committed what was applied: if it is not so, a
+    comparison fails then, and a job that has failed in the meantime compares nothing.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._confirmed: dict[tuple[int, int], None] = {}
+
+    def compare(self, group: int, step: int, comparison: Callable[[], None]) -> None:
+        """Run a comparison with the commits of a step, now or when they are in."""
+        if (group, step) in self._confirmed:
+            comparison()
+        else:
+            self._open.setdefault((group, step), []).append(comparison)
+
+    def confirmed(self, group: int, step: int) -> None:
+        """A worker has finished the step."""
+        self._confirmed[group, step] = None
+        for comparison in self._open.pop((group, step), []):
+            comparison()
+
+    def end(self) -> None:
+        """The job is over: every step was confirmed."""
+        demand(not self._open, self, f"applied, but never confirmed: {list(self._open)}")
+
+
 class Norms:
     """All workers get the same norm, and it is that of the mean of what they named."""
 
@@ -259,6 +289,7 @@ class Checkers:
         self._waits = Waits(sim)
         self._norms = Norms(sim)
         self._saving = Saving(sim)
+        self._ahead = Ahead()
         self._events = 0
 
     def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
@@ -281,16 +312,35 @@ class Checkers:
     def applying(self, node: ServerNode, effect: fx.Apply, story: Story) -> None:
         """A server applies a sum."""
         self._versions.applying(effect)
-        self._counted.applying(effect, story)
+        if node.role.groups[effect.group].verdict:
+            self._counted.applying(effect, story)
+        else:
+            self._ahead.compare(
+                effect.group, effect.step, partial(self._counted.applying, effect, dict(story))
+            )
 
     def serving(self, node: ServerNode, message: msg.DataMessage) -> None:
         """A server sends a value."""
-        if message.shard in self._sim.reference.shards:
-            self._exact.value(node.node, message.shard, message.version,
-                              node.values[message.shard])  # fmt: skip
+        if message.shard not in self._sim.reference.shards:
+            return
+        group = node.role.groups[message.group]
+        value = node.values[message.shard]
+        if message.version > group.step and not group.verdict:
+            self._exact_later(node, message.group, message.shard, message.version, value)
+        else:
+            self._exact.value(node.node, message.shard, message.version, value)
+
+    def _exact_later(
+        self, node: SimNode, group: int, shard: int, version: int, value: torch.Tensor
+    ) -> None:
+        look = partial(self._exact.value, node.node, shard, version, value.clone())
+        self._ahead.compare(group, version - 1, look)
 
     def installing(self, worker: SimWorker, effect: fx.Install, data: torch.Tensor) -> None:
         """A worker installs a value."""
+        if self._sim.job.early and worker.closing is not None:
+            self._exact_later(worker, effect.group, effect.shard, effect.version, data)
+            return
         self._exact.value(worker.node, effect.shard, effect.version, data)
 
     def value(self, worker: SimWorker, shard: int, version: int, value: torch.Tensor) -> None:
@@ -309,6 +359,7 @@ class Checkers:
         overflow = any(r.found_inf for r in records.values())
         demand(done.found_inf == overflow, self, f"{worker.node} was told found_inf="
                f"{done.found_inf} for step {step}, expected {overflow}")  # fmt: skip
+        self._ahead.confirmed(group, step)
 
     def norms(self, key: tuple[int, int, int], squares: dict[int, float]) -> None:
         """A worker got a norm."""
@@ -332,6 +383,7 @@ class Checkers:
 
     def end(self) -> None:
         """The job is over: nothing leaks, everything asked for is done, all agree."""
+        self._ahead.end()
         for node in self._sim.nodes.values():
             self._leases.look(node)
             if isinstance(node, ServerNode):

@@ -101,6 +101,7 @@ class Job:
         quota_bytes: of every pusher at every receiver; roles raise it to two largest shards.
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
+        early: servers may update before the workers have committed.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -119,6 +120,7 @@ class Job:
     faults: tuple[Fault, ...] = ()
     leaves: dict[int, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
+    early: bool = False
     retry_ns: int = 30 * MS
     liveness_ns: int = 20_000 * MS
 
