@@ -85,9 +85,7 @@ class WorkerValues(WorkerPushes):
         if not group.waiting:
             self._out.append(fx.Complete(group.index, "pull", group.step))
 
-    def _pull(
-        self, group: Group, only: str = "", shards: Mapping[int, None] | None = None
-    ) -> None:
+    def _pull(self, group: Group, only: str = "", shards: Mapping[int, None] | None = None) -> None:
         version = group.step + (1 if group.committed else 0)
         for shard_id in group.waiting if shards is None else shards:
             server = group.shards[shard_id].server

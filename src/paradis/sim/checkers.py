@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from paradis.sim.worker import SimWorker
 
 
+_JUDGED = ("apply", "skip")
+"""A server's verdicts of a step that all have committed alike."""
+
+
 class Violation(AssertionError):
     """An invariant of the system is broken."""
 
@@ -312,7 +316,7 @@ class Checkers:
     def applying(self, node: ServerNode, effect: fx.Apply, story: Story) -> None:
         """A server applies a sum."""
         self._versions.applying(effect)
-        if node.role.groups[effect.group].verdict:
+        if node.role.groups[effect.group].verdict in _JUDGED:
             self._counted.applying(effect, story)
         else:
             self._ahead.compare(
@@ -325,7 +329,7 @@ class Checkers:
             return
         group = node.role.groups[message.group]
         value = node.values[message.shard]
-        if message.version > group.step and not group.verdict:
+        if message.version > group.step and group.verdict not in _JUDGED:
             self._exact_later(node, message.group, message.shard, message.version, value)
         else:
             self._exact.value(node.node, message.shard, message.version, value)
