@@ -13,6 +13,7 @@ from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.step_ahead import Ahead
 from paradis.roles.worker_state import shard_bytes
 from paradis.wire import messages as msg
 
@@ -27,8 +28,7 @@ class HeldShard:
         pending: values that a worker changed, kept until all have committed: until then somebody
             may still pull the present version.
         whole: ranks whose push of this step has a gradient for every parameter in the shard.
-        early: rank -> revision (None: absent), and the options, with which the present step was
-            applied ahead of the commits; None if it was not.
+        early: rank -> revision, and the options, it was applied with ahead of the commits, or None.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
@@ -79,14 +79,13 @@ class HeldGroup:
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
-        begun: rank -> what it said of the step ahead of its commit, with early updates.
-        alike: of these members, whether all have begun or committed alike.
+        ahead: what is known ahead of the commits, with early updates.
         reordered: the last step whose commits changed the admission order, below -1 if none.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished", "begun", "alike", "reordered")  # fmt: skip
+                 "skipped", "gone", "unfinished", "ahead", "reordered")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -106,8 +105,7 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
-        self.begun: dict[int, msg.StepCommit] = {}
-        self.alike: tuple[tuple[int, ...], bool] = ((), False)
+        self.ahead = Ahead()
         self.reordered = -2
 
     def catch_up(self, step: int) -> None:
@@ -126,8 +124,7 @@ class HeldGroup:
             shard.early = None
         self.commits = {}
         self.norms = {}
-        self.begun = {}
-        self.alike = ((), False)
+        self.ahead = Ahead()
         self.verdict = ""
         self.measuring = 0
         self.squares = {}
@@ -138,10 +135,6 @@ class HeldGroup:
         if commit is None and rank in self.norms:
             return self.norms[rank].commit
         return commit
-
-    def ahead(self, rank: int) -> msg.StepCommit | None:
-        """Return the rank's commit, or what it has said ahead of it."""
-        return self.commits.get(rank) or self.begun.get(rank)
 
 
 class Receiver:
@@ -403,7 +396,7 @@ class Receiver:
         if shard.collection.summed is None:
             self._out.append(fx.ReleaseSum(event.shard))
             self._ask(group, shard, ask)
-        elif self._serves_racks and not self._decided(group) and not group.begun:
+        elif self._serves_racks and not self._decided(group) and not group.ahead.begun:
             return  # a server's sum waits for the commits; a rack agent sends its own on
         self.advance(group, shard)
 

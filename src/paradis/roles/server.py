@@ -146,7 +146,7 @@ class ServerRole(ServerEarly):
             self.tell_state(source, message.worker, group)
         else:
             group.commits[message.worker] = message.commit
-            group.alike = ((), False)
+            group.ahead.renew()
             self._consider(group)
 
     def _on_norm_request(self, source: NodeId, message: msg.NormRequest, group: HeldGroup) -> None:

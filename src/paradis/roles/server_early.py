@@ -20,8 +20,6 @@ from paradis.roles.receiver import HeldGroup, HeldShard
 from paradis.roles.server_values import ServerValues
 from paradis.wire import messages as msg
 
-_NOBODY: tuple[tuple[int, ...], bool] = ((), False)
-
 
 class ServerEarly(ServerValues):
     """Everything that may happen to a step before all have committed it."""
@@ -38,10 +36,9 @@ class ServerEarly(ServerValues):
         generation = self.view.generation if self.view else 0
         if not self.early_update or group is None or begin.generation != generation:
             return
-        if begin.step != group.step or begin.worker in group.begun:
+        if begin.step != group.step or begin.worker in group.ahead.begun:
             return
-        group.begun[begin.worker] = begin.commit
-        group.alike = _NOBODY
+        group.ahead.said(begin.worker, begin.commit)
         if not group.verdict and self._begun_alike(group, self.members(group)):
             self._consider(group)
 
@@ -49,13 +46,13 @@ class ServerEarly(ServerValues):
         """Whether all members have begun or committed, with nothing that stands against it."""
         if group.norms:
             return False
-        if group.alike[0] != members:
-            said = {r: c for r in members if (c := group.ahead(r)) is not None}
+        if group.ahead.alike[0] != members:
+            said = {r: c for r in members if (c := _ahead(group, r)) is not None}
             plain = all(c.clip == 1.0 and not c.found_inf for c in said.values())
             whole = plain and len(said) == len(members)
             alike = whole and not compare_options({r: c.options for r, c in said.items()})
-            group.alike = (members, alike)
-        return group.alike[1]
+            group.ahead.alike = (members, alike)
+        return group.ahead.alike[1]
 
     def _apply_early(
         self, group: HeldGroup, shard: HeldShard, members: tuple[int, ...],
@@ -71,7 +68,7 @@ class ServerEarly(ServerValues):
         shard_id = shard.plan.shard
         counted: dict[int, int | None] = {}
         for rank in members:
-            said = group.ahead(rank)
+            said = _ahead(group, rank)
             if said is None or shard_id in said.changed:
                 return
             if rank in group.commits:
@@ -82,7 +79,7 @@ class ServerEarly(ServerValues):
                 return
         if shard.collection.summing or not shard.collection.is_good(counted):
             return
-        first = group.ahead(members[0])
+        first = _ahead(group, members[0])
         assert first is not None
         options = first.options[shard.plan.options_group]
         shard.early = (counted, options)
@@ -127,3 +124,8 @@ class ServerEarly(ServerValues):
             generation=self.view.generation if self.view else 0, group=group.index, step=step,
             version=step + 1, priorities=order,
         ))  # fmt: skip
+
+
+def _ahead(group: HeldGroup, rank: int) -> msg.StepCommit | None:
+    """Return the rank's commit, or what it has said ahead of it."""
+    return group.commits.get(rank) or group.ahead.begun.get(rank)
