@@ -77,7 +77,10 @@ class WorkerNode(Node):
         if sum(len(v) for v in held.value) != header.payload_bytes:
             return self.arena.scratch(header.payload_bytes)
         if self.worker_role.takes_aside(group, version):
-            return self.arena.place(header.payload_bytes)
+            aside = self.arena.place(header.payload_bytes)
+            if aside.lease and self.tracer is not None:
+                self.tracer.receiving(peer, group, shard, step)
+            return aside
         with self._changed:
             if shard in self._receiving:
                 return self.arena.scratch(header.payload_bytes)

@@ -233,6 +233,17 @@ class Ahead:
         demand(not self._open, self, f"applied, but never confirmed: {list(self._open)}")
 
 
+class Aside:
+    """A parameter keeps its value while backward may read it: until ``step()`` is called."""
+
+    def installing(self, worker: SimWorker, effect: fx.Install) -> None:
+        """A worker installs a value; between steps it may only be the present one."""
+        step = worker.role.groups[effect.group].step
+        demand(worker.closing is not None or effect.version <= step, self,
+               f"{worker.node} installs version {effect.version} of shard {effect.shard} before it "
+               f"has closed step {step}")  # fmt: skip
+
+
 class Norms:
     """All workers get the same norm, and it is that of the mean of what they named."""
 
@@ -294,6 +305,7 @@ class Checkers:
         self._norms = Norms(sim)
         self._saving = Saving(sim)
         self._ahead = Ahead()
+        self._aside = Aside()
         self._events = 0
 
     def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
@@ -342,6 +354,7 @@ class Checkers:
 
     def installing(self, worker: SimWorker, effect: fx.Install, data: torch.Tensor) -> None:
         """A worker installs a value."""
+        self._aside.installing(worker, effect)
         if self._sim.job.early and worker.closing is not None:
             self._exact_later(worker, effect.group, effect.shard, effect.version, data)
             return
