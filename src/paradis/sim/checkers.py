@@ -5,7 +5,7 @@ A checker raises `Violation` with its name; the driver adds seed and replay comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,11 @@ from paradis.roles import events as ev
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.roles.worker import WorkerRole
+from paradis.sim.early_checkers import Ahead, Aside
 from paradis.sim.memory import Story
 from paradis.sim.nodes import ServerNode, SimNode, SummingNode
+from paradis.sim.violation import Violation as Violation
+from paradis.sim.violation import demand
 from paradis.sim.workloads import Record, same_bits
 from paradis.wire import messages as msg
 
@@ -31,16 +34,6 @@ if TYPE_CHECKING:
 
 _JUDGED = ("apply", "skip")
 """A server's verdicts of a step that all have committed alike."""
-
-
-class Violation(AssertionError):
-    """An invariant of the system is broken."""
-
-
-def demand(condition: bool, checker: object, text: str) -> None:
-    """Raise unless the condition holds."""
-    if not condition:
-        raise Violation(f"{type(checker).__name__}: {text}")
 
 
 class Versions:
@@ -202,46 +195,6 @@ class Waits:
             }
             demand(False, self, f"pushes to {target} wait in a circle: {find_cycle(edges)}; "
                    f"unsent {stuck}, credit is in {holding}")  # fmt: skip
-
-
-class Ahead:
-    """What is done ahead of the commits is compared with them when the first worker goes on.
-
-    That worker has the servers' word that all have committed what was applied: if it is not so, a
-    comparison fails then, and a job that has failed in the meantime compares nothing.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._confirmed: dict[tuple[int, int], None] = {}
-
-    def compare(self, group: int, step: int, comparison: Callable[[], None]) -> None:
-        """Run a comparison with the commits of a step, now or when they are in."""
-        if (group, step) in self._confirmed:
-            comparison()
-        else:
-            self._open.setdefault((group, step), []).append(comparison)
-
-    def confirmed(self, group: int, step: int) -> None:
-        """A worker has finished the step."""
-        self._confirmed[group, step] = None
-        for comparison in self._open.pop((group, step), []):
-            comparison()
-
-    def end(self) -> None:
-        """The job is over: every step was confirmed."""
-        demand(not self._open, self, f"applied, but never confirmed: {list(self._open)}")
-
-
-class Aside:
-    """A parameter keeps its value while backward may read it: until ``step()`` is called."""
-
-    def installing(self, worker: SimWorker, effect: fx.Install) -> None:
-        """A worker installs a value; between steps it may only be the present one."""
-        step = worker.role.groups[effect.group].step
-        demand(worker.closing is not None or effect.version <= step, self,
-               f"{worker.node} installs version {effect.version} of shard {effect.shard} before it "
-               f"has closed step {step}")  # fmt: skip
 
 
 class Norms:
