@@ -29,9 +29,11 @@ Start = Callable[..., Job]
 def test_bits_of_plain_pytorch(
     start_job: Start, tmp_path: Path, overlap: str, workers: int
 ) -> None:
-    settings = {**EARLY, "training.overlap": overlap}
+    settings = {**EARLY, "training.overlap": overlap, "checkpoint.every_steps": "2"}
     counts = {"workers": workers, "servers": 2}
-    start_job(SCRIPT, str(tmp_path), "exact", settings=settings, **counts).succeed()
+    job = start_job(SCRIPT, str(tmp_path), "exact", settings=settings, **counts).succeed()
+    names = {path.name for path in (job.run.path / "checkpoints").iterdir()}
+    assert names >= {"step-00000004", "step-00000006"}
     for rank in range(workers):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["differs"] == []

@@ -105,7 +105,7 @@ class Binding:
             self.early.begin()
 
     def confirm(self, commit: msg.StepCommit) -> None:
-        """Refuse a commit that is not what was said ahead of it, with early updates.
+        """Refuse a commit that is not what was said ahead of it, with early updates; it goes next.
 
         Raises:
             StateError: it differs.
@@ -113,6 +113,7 @@ class Binding:
         if self.early is not None:
             where = f"step {self._step} of worker {self.session.rank}"
             self.early.confirm(commit, self.collector.altered, where=where)
+            self.early.end()
 
     def _ready(self, shards: tuple[int, ...]) -> None:
         if self.session.alive:

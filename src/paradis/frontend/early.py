@@ -49,7 +49,7 @@ class EarlyUpdates:
             self._post(ev.StepBegun(self._group, self.said))
 
     def end(self) -> None:
-        """``step()`` has committed."""
+        """``step()`` commits what was said."""
         self.said = None
 
     def refuse_clipping(self) -> None:

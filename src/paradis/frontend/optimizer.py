@@ -89,8 +89,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
             clock.returned()
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
-        if binding.early is not None:
-            binding.early.end()
         return loss
 
     def _ask_and_wait(self, closed: ev.StepClosed) -> tuple[Complete, float]:
