@@ -99,6 +99,12 @@ class JobConfig:
                 f"{self.topology.workers}; raise it or make shards smaller",
                 keys=("communication.contribution_store", "topology.workers"),
             )
+        if self.training.early_update and communication.rack_aggregation == "on":
+            raise ConfigError(
+                "config refused: communication.rack_aggregation = on with training.early_update = "
+                "true; expected auto or off: with early updates workers push directly to servers",
+                keys=("communication.rack_aggregation", "training.early_update"),
+            )
         for group in self.topology.worker_groups:
             self._check_combination(group.compression)
         self._check_combination("none")

@@ -230,7 +230,11 @@ class TrainingConfig:
         shared="on_early_finish",
     )
     early_update: bool = key(
-        False, BOOL, "Update before step() is called. Only false: a script may change gradients."
+        False,
+        BOOL,
+        "Update while backward runs. Hides the way down on a slow link; a script that changes "
+        "gradients before step() ends the job, hence false.",
+        shared="early_update",
     )
     detect_value_changes: bool = key(
         True,
@@ -258,12 +262,6 @@ class TrainingConfig:
             ConfigError: a value is illegal.
         """
         check_values(self)
-        if self.early_update:
-            raise ConfigError(
-                "config refused: training.early_update = true; expected false, which is what this "
-                "version supports; remove the key",
-                keys=("training.early_update",),
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

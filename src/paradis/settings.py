@@ -31,6 +31,7 @@ class SharedSettings:
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
         compression_elements_min: tensors with fewer elements travel in full.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
+        early_update: servers update a shard before the workers have committed.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
         restore: checkpoint to start from; empty: none.
@@ -57,6 +58,7 @@ class SharedSettings:
     compression: str = "none"
     compression_elements_min: int = 4096
     on_early_finish: str = "continue"
+    early_update: bool = False
     detect_value_changes: bool = True
     debug_gradients: bool = False
     check_finite: bool = True

@@ -15,11 +15,14 @@ import torch
 
 from paradis.core.aggregation import Added, Collection, Contribution
 from paradis.core.flow import Ledger, Outbox
+from paradis.roles import effects as fx
 from paradis.roles import receiver, server, worker_pushes, worker_values
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.receiver import HeldGroup, HeldShard, Receiver
 from paradis.roles.server import ServerRole
+from paradis.roles.server_early import ServerEarly
 from paradis.roles.worker import WorkerRole
+from paradis.roles.worker_early import WorkerEarly
 from paradis.sim.driver import Simulation
 from paradis.sim.job import MS
 from paradis.sim.scenario import scenario
@@ -257,6 +260,34 @@ def overflow_forgotten(patch: Patch) -> None:
     patch.setattr(ServerRole, "_send", send)
 
 
+# ------------------------------------------------- updates ahead of the commits
+
+
+def never_confirmed(patch: Patch) -> None:
+    """Nobody compares what was applied early with what is committed."""
+    patch.setattr(ServerEarly, "_unconfirmed", lambda self, group, commits: "")
+
+
+def installed_in_backward(patch: Patch) -> None:
+    """A worker installs an early update as it comes."""
+
+    def keep_early(self: WorkerEarly, group: Any, update: Any, event: Any) -> None:
+        self._out.append(fx.Install(group.index, update.shard, update.version, event.lease))
+
+    patch.setattr(WorkerEarly, "_keep_early", keep_early)
+
+
+def unconfirmed_goes_on(patch: Patch) -> None:
+    """A worker's step is over when its updates are in, whoever has not committed."""
+    real = WorkerRole._finish_if_done
+
+    def finish_if_done(self: WorkerRole, group: Any) -> None:
+        group.confirming = {}
+        real(self, group)
+
+    patch.setattr(WorkerRole, "_finish_if_done", finish_if_done)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("arrival order", arrival_order, "Exact", "floats", (2,)),
     Mutant("tree shaped by placement", tree_by_placement, "Exact", "floats", (2,)),
@@ -269,13 +300,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("other bytes on a repeat", other_bytes, "Exact", "counting", (6,)),
     Mutant("no fence", no_fence, "Fence", "counting", (21,)),
     Mutant("old version installed", old_version, "Exact", "counting", (20,)),
-    Mutant("values assigned early", early_values, "Exact", "counting", (58,)),
+    Mutant("values assigned early", early_values, "Exact", "counting", (30,)),
     Mutant("dropped payload leaks", leak, "Leases", "counting", (0,)),
-    Mutant("credit held until applied", credit_when_applied, "Liveness", "counting", (7,)),
+    Mutant("credit held until applied", credit_when_applied, "Liveness", "counting", (10,)),
     Mutant("window without reserve", naive_window, "Waits", "counting", (99,)),
-    Mutant("no direct pushes after the agent's end", stays_on_agent, "Liveness", "counting", (7,)),
-    Mutant("norm of old sums", norm_of_old_sums, "Norms", "counting", (9,)),
+    Mutant("no direct pushes after the agent's end", stays_on_agent, "Liveness", "counting", (11,)),
+    Mutant("norm of old sums", norm_of_old_sums, "Norms", "counting", (10,)),
     Mutant("overflow forgotten", overflow_forgotten, "found_inf", "counting", (2,)),
+    Mutant("early updates never confirmed", never_confirmed, "CountedOnce", "counting", (14,)),
+    Mutant("installed within backward", installed_in_backward, "Aside", "counting", (9,)),
+    Mutant("goes on without confirmation", unconfirmed_goes_on, "CountedOnce", "counting", (35,)),
 )
 """Those that a single run catches."""
 

@@ -86,6 +86,8 @@ def test_scenarios_cover_what_they_should() -> None:
     assert any(len(m.parts) > 1 for j in jobs for m in j.models)
     assert {f.kind for j in jobs for f in j.faults} == {"pause", "cut", "crash"}
     assert sum(j.clean for j in jobs) > 20
+    assert 20 < sum(j.early for j in jobs) < 100
+    assert not any(j.early and j.dispatchers > 1 for j in jobs)
     storms = [j.weather for j in jobs if not j.weather.fair]
     assert any(w.loss for w in storms) and any(w.repeat for w in storms)
     assert any(w.reorder for w in storms) and not all(w.reorder for w in storms)

@@ -66,9 +66,12 @@ def got(source: str, message: Any, lease: int = 0) -> ev.Received:
 
 NAMES: dict[str, Any] = {
     "view": view, "plan": plan, "commit": commit, "got": got, "msg": msg, "ev": ev,
-    "worker": lambda rank: WorkerRole(WorkerConfig(rank=rank, quota_bytes=64, retry_ns=1000)),
-    "server": lambda: ServerRole(
-        NodeId("server-0"), quota_bytes=64, warning_ns=10**12, timeout_ns=10**13
+    "worker": lambda rank, early=False: WorkerRole(
+        WorkerConfig(rank=rank, quota_bytes=64, retry_ns=1000, early_update=early)
+    ),
+    "server": lambda early=False: ServerRole(
+        NodeId("server-0"), quota_bytes=64, warning_ns=10**12, timeout_ns=10**13,
+        early_update=early,
     ),
     "agent": lambda: RackAgentRole(NodeId("dispatcher-0"), quota_bytes=64, retry_ns=1000),
 }  # fmt: skip

@@ -129,7 +129,7 @@ REFUSALS = [
     ("communication: {data_interface: 3}", "put it in quotes"),
     ("training: {mode: ssp}", "this version supports sync"),
     ("training: {overlap: one}", "this version supports none"),
-    ("training: {early_update: true}", "expected false"),
+    ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "auto or off"),
     ("training: {check_finite: 1}", "true or false"),
     ("checkpoint: {keep: 0}", "expected at least 1"),
     ("checkpoint: {keep: 2.5}", "a whole number"),

@@ -15,6 +15,7 @@ from paradis.frontend import restoring
 from paradis.frontend.codes import Codes
 from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
+from paradis.frontend.early import EarlyUpdates
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.overlap import After, Explain, Overlap
 from paradis.frontend.session import Session
@@ -23,7 +24,7 @@ from paradis.frontend.watch import ModelWatch
 from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
-from paradis.roles.worker_state import Assignment
+from paradis.roles.worker_state import Assignment, push_bytes
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
 from paradis.storage.manifest import Manifest, group_directory, step_directory
 from paradis.wire import messages as msg
@@ -42,6 +43,7 @@ class Binding:
         steps_done: finished steps.
         restored: ``extra`` of the checkpoint started from, or None.
         optimizer: the wrapped one, once it exists.
+        early: what is said ahead of ``step()``, where updates may go ahead of it; else None.
     """
 
     def __init__(
@@ -67,8 +69,13 @@ class Binding:
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
         self._overlap = Overlap(session.node, self.group, self.memory, timeout_s=self._timeout_s)
+        self.early = (
+            EarlyUpdates(self.group, self.memory, session.node.post)
+            if session.settings.early_update
+            else None
+        )
         self.collector = Collector(
-            self.memory, self._ready, self.finish, debug=session.settings.debug_gradients
+            self.memory, self._ready, self._begin_step, debug=session.settings.debug_gradients
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
@@ -109,6 +116,23 @@ class Binding:
         """Whether this worker's values and optimizer state are the ones that count."""
         return min(self.members()) == self.session.rank
 
+    def _begin_step(self) -> None:
+        """A gradient is about to be handed over: the step before it is finished first."""
+        self.finish()
+        if self.early is not None and self.session.alive:
+            self.early.begin()
+
+    def confirm(self, commit: msg.StepCommit) -> None:
+        """Refuse a commit that is not what was said ahead of it, with early updates; it goes next.
+
+        Raises:
+            StateError: it differs.
+        """
+        if self.early is not None:
+            where = f"step {self._step} of worker {self.session.rank}"
+            self.early.confirm(commit, self.collector.altered, where=where)
+            self.early.end()
+
     def _ready(self, shards: tuple[int, ...]) -> None:
         if not self.session.alive:
             return
@@ -143,6 +167,8 @@ class Binding:
             ParadisError: it failed, was refused, or did not come in time.
         """
         self.finish()
+        if self.early is not None and what != "step":
+            self.early.refuse_within(what)
         self._post(what, event)
         try:
             limit = timeout_s or self._timeout_s
@@ -218,6 +244,8 @@ class Binding:
         plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan
         assert plan is not None
         self.memory.add(plan.shards)
+        if self.early is not None:  # at most the whole plan waits for step() at one time
+            self.session.node.arena.widen(sum(push_bytes(s, coded=False) for s in plan.shards))
         self.collector.extend()
         return plan
 

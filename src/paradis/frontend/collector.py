@@ -49,6 +49,7 @@ class Collector:
             (what it unscales bumps no version counter), from then on if one is, and where the
             script changes most gradients after backward (clips them, say).
         clock: is told of each gradient, where spans are recorded.
+        altered: names of parameters whose gradient was pushed and was found changed by `close`.
         rewritten: the script itself changed a gradient after the last backward of this step.
     """
 
@@ -63,6 +64,7 @@ class Collector:
         self.pushing = True
         self.deferred = True
         self.rewritten = False
+        self.altered: list[str] = []
         self.clock: StepClock | None = None
         self._scaled = False
         self._revised_steps = 0
@@ -202,10 +204,13 @@ class Collector:
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)
         changed: dict[int, None] = {}
+        self.altered = []
         for index in range(count):
             if not self._shards_of[index]:
                 continue
             present = self._settle(index, changed, all_changed)
+            if index in changed and any(s in self._handed_shards for s in self._shards_of[index]):
+                self.altered.append(self._memory.tensors[index].name)
             if present:
                 bits[index >> 3] |= 1 << (index & 7)
         present_shards, revised = self._settle_shards(bits, changed)

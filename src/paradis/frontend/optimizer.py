@@ -43,6 +43,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
         self._announced_clip = False
         self._loaded_at = -1
+        if binding.early is not None:
+            binding.early.options = self._options
 
     # -------------------------------------------------------------------- step
 
@@ -74,6 +76,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
+        binding.confirm(commit)
         closed = ev.StepClosed(binding.group, commit, present, revised)
         if grad_scaler is not None or not binding.send_off(
             closed, explain=self._explain, after=self._finished
@@ -180,8 +183,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return error
 
     def _announce_clipping(self) -> None:
-        if self._announced_clip or len(self._bound.members()) == 1:
-            return
+        if self._announced_clip or len(self._bound.members()) == 1 or self._bound.early is not None:
+            return  # with early updates the step is refused, and says why
         self._announced_clip = True
         self._bound.session.node.announce(
             "warning",
@@ -218,8 +221,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Returns:
             The norm before clipping, a 0-dim float64 tensor (float32 with one worker).
+
+        Raises:
+            ConfigError: ``training.early_update`` is on: servers do not wait for the norm.
         """
         binding = self._bound
+        if binding.early is not None:
+            binding.early.refuse_clipping()
         if len(binding.members()) == 1:
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

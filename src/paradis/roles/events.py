@@ -59,6 +59,17 @@ class ShardsReady(Event, frozen=True):
     shards: tuple[int, ...]
 
 
+class StepBegun(Event, frozen=True):
+    """Backward has made the first gradient of a step, whose updates may go ahead of the commits.
+
+    Attributes:
+        commit: options and changed values as they are now; nothing else in it counts.
+    """
+
+    group: int
+    commit: StepCommit
+
+
 class StepClosed(Event, frozen=True):
     """The script called ``step()``.
 

@@ -141,12 +141,19 @@ class LeaderViews:
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """A rack agent is used where the rack has several workers and the job several racks."""
         mode = self.config.settings.rack_aggregation
+        early = self.config.settings.early_update
+        left_out: list[str] = []
         racks: dict[str, tuple[str, tuple[int, ...]]] = {}
         for rack, ranks in by_rack.items():
             agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
             pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
             usable = agents and pays and rack_group(tree, ranks) is not None
-            racks[rack] = (agents[0] if usable else "", tuple(ranks))
+            if usable and early:
+                left_out.append(rack)
+            racks[rack] = (agents[0] if usable and not early else "", tuple(ranks))
+        if left_out:
+            text = f"with training.early_update no rack agent sums for {', '.join(left_out)}"
+            self._announce("warning", f"{text}: workers push directly to the servers")
         return racks
 
     def _warn_capabilities(self) -> None:

@@ -13,6 +13,7 @@ from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.step_ahead import Ahead
 from paradis.roles.worker_state import push_bytes
 from paradis.wire import messages as msg
 
@@ -28,12 +29,14 @@ class HeldShard:
             may still pull the present version.
         kept: the last version that was no other value than the one before.
         present: of the last update: bit i is set if segment i was updated; empty: all were.
+        whole: ranks whose push of this step has a gradient for every parameter in the shard.
+        early: rank -> revision, and the options, it was applied with ahead of the commits, or None.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent", "members", "pending", "kept",
-                 "present")  # fmt: skip
+                 "sent", "members", "pending", "kept", "present", "whole",
+                 "early")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -50,6 +53,8 @@ class HeldShard:
         self.members: tuple[int, ...] = ()
         self.pending: ev.Received | None = None
         self.present = b""
+        self.whole: dict[int, None] = {}
+        self.early: tuple[dict[int, int | None], msg.Options] | None = None
 
     @property
     def passive(self) -> bool:
@@ -87,11 +92,14 @@ class HeldGroup:
         gone: ranks whose early finish was told.
         coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
         norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
+        ahead: what is known ahead of the commits, with early updates.
+        reordered: the last step whose commits changed the admission order, below -1 if none.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished", "coded_from", "norms_of_v")  # fmt: skip
+                 "skipped", "gone", "unfinished", "coded_from", "norms_of_v", "ahead",
+                 "reordered")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -113,6 +121,8 @@ class HeldGroup:
         self.unfinished = 0
         self.coded_from = -1
         self.norms_of_v: dict[int, dict[int, float]] = {}
+        self.ahead = Ahead()
+        self.reordered = -2
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""
@@ -133,8 +143,10 @@ class HeldGroup:
             if shard.passive:
                 shard.version = step
             self.unfinished += shard.version == step and not shard.passive
+            shard.early = None
         self.commits = {}
         self.norms = {}
+        self.ahead = Ahead()
         self.verdict = ""
         self.measuring = 0
         self.squares = {}
@@ -247,6 +259,8 @@ class Receiver:
         """Take in a push of the step that the shard collects for."""
         if isinstance(push, msg.Push):
             ranks, rack = {push.worker: push.revision}, -1
+            if push.whole:
+                shard.whole[push.worker] = None
         else:
             ranks, rack = dict(push.included), push.worker
         added = shard.collection.add(
@@ -409,7 +423,7 @@ class Receiver:
         if shard.collection.summed is None:
             self._out.append(fx.ReleaseSum(event.shard))
             self._ask(group, shard, ask)
-        elif self._serves_racks and not self._decided(group):
+        elif self._serves_racks and not self._decided(group) and not group.ahead.begun:
             return  # a server's sum waits for the commits; a rack agent sends its own on
         self.advance(group, shard)
 

@@ -2,7 +2,7 @@
 
 Invariants:
 * an update is applied only when every member of the step has committed it, from exactly the
-  committed revisions;
+  committed revisions; or ahead of that, and then the commits confirm it (`server_early`);
 * a shard's version goes up by one per step and never back;
 * credit never waits for an update to be applied, only for a sum.
 """
@@ -17,11 +17,11 @@ from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles import freezing, step_rules
 from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
-from paradis.roles.server_values import ServerValues
+from paradis.roles.server_early import ServerEarly
 from paradis.wire import messages as msg
 
 
-class ServerRole(ServerValues):
+class ServerRole(ServerEarly):
     """Pure state machine of one server.
 
     Args:
@@ -31,6 +31,7 @@ class ServerRole(ServerValues):
         timeout_ns: how long before the job fails with ``Gradient sync timeout``.
         check_finite: refuse sums with NaN or infinity.
         early_finish_fails: a step without a worker that left early ends the job.
+        early_update: apply a shard that all have pushed before all have committed.
     """
 
     _serves_racks = True
@@ -38,12 +39,13 @@ class ServerRole(ServerValues):
     def __init__(
         self, node: NodeId, *, quota_bytes: int, warning_ns: int, timeout_ns: int,
         check_finite: bool = True,
-        early_finish_fails: bool = False,
+        early_finish_fails: bool = False, early_update: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(node, quota_bytes=quota_bytes)
         self.check_finite = check_finite
         self.warning_ns = warning_ns
         self.early_finish_fails = early_finish_fails
+        self.early_update = early_update
         self.timeout_ns = timeout_ns
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
@@ -116,6 +118,8 @@ class ServerRole(ServerValues):
             case msg.Commit() | msg.NormRequest():
                 if self._in_view(event, message):
                     self._on_commit(event.source, message, now_ns)
+            case msg.Begin():
+                self._on_begin(message)
             case msg.Assign():
                 self._on_assign(event, message)
             case msg.Pull():
@@ -134,7 +138,9 @@ class ServerRole(ServerValues):
     ) -> None:
         group = self.groups.get(message.group)
         if group is None or message.step != group.step:
-            return  # an older step is answered by pulls, a newer one cannot be
+            if group is not None:
+                self._confirm_again(source, message, group)
+            return  # an older step's updates are pulled, a newer one cannot be
         if not group.commits and not group.norms:
             group.since_ns = now_ns
             self._out.append(fx.SetTimer(f"sync:{group.index}", now_ns + self.warning_ns))
@@ -144,6 +150,7 @@ class ServerRole(ServerValues):
             self.tell_state(source, message.worker, group)
         else:
             group.commits[message.worker] = message.commit
+            group.ahead.renew()
             self._consider(group)
 
     def _on_norm_request(self, source: NodeId, message: msg.NormRequest, group: HeldGroup) -> None:
@@ -166,6 +173,7 @@ class ServerRole(ServerValues):
         # Backwards through the admission order: backward ends where the next forward begins.
         for shard in sorted(group.shards.values(), key=lambda s: -s.plan.priority):
             self.advance(group, shard)
+        self._end_step(group)
         self._measure(group)
 
     def _judge(self, group: HeldGroup) -> None:
@@ -174,6 +182,10 @@ class ServerRole(ServerValues):
         refusal = step_rules.disagreement(commits, group.specs, group.shards, group.step)
         if refusal:
             self._refuse(group, "WorkersDisagree", refusal)
+            return
+        refusal = self._unconfirmed(group, commits)
+        if refusal:
+            self._refuse(group, "StateError", refusal)
             return
         if not self._tell_early_finish(group, members):
             return
@@ -198,6 +210,7 @@ class ServerRole(ServerValues):
             shard = group.shards.get(shard_id)
             if shard is not None:
                 shard.plan = msgspec.structs.replace(shard.plan, priority=place)
+        group.reordered = group.step
 
     def _tell_early_finish(self, group: HeldGroup, members: tuple[int, ...]) -> bool:
         """The first step without a worker that left: say so; False if that ends the job."""
@@ -232,6 +245,8 @@ class ServerRole(ServerValues):
         members = self.members(group) if current else self.view.members
         expected = self.sum_if_complete(group, shard, self.tree(members), len(members))
         if not current or group.verdict not in ("apply", "skip"):
+            if current:
+                self._apply_early(group, shard, members, expected)
             return
         commit = group.commits[members[0]]
         # Before the sum is looked at: what it lacks may wait in the lane behind the assignment.
@@ -290,6 +305,7 @@ class ServerRole(ServerValues):
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
+        shard.whole = {}
         agents: dict[str, None] = {}
         if unchanged:
             shard.kept = shard.version
@@ -303,16 +319,7 @@ class ServerRole(ServerValues):
         for agent_name in agents:
             self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
         group.unfinished -= 1
-        if not group.unfinished:
-            self._next_step(group)
-
-    def _next_step(self, group: HeldGroup) -> None:
-        group.next_step(group.step + 1)
-        if group.coded_from == group.step:
-            self._out.append(fx.BeginCodes(group.index, group.options))
-        if group.norms_of_v:
-            self._send("dispatcher-0", freezing.variance(self.node, group))
-            group.norms_of_v = {}
+        self._end_step(group)
 
     def _send_update(
         self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool

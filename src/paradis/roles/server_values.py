@@ -46,7 +46,9 @@ class ServerValues(Receiver):
         self._send(source, update, None if unchanged else payload)
 
     def _in_flux(self, group: HeldGroup, shard: HeldShard) -> bool:
-        """Whether the value is being changed: all have committed, so nobody needs it as it is."""
+        """Whether the value is being changed: nobody needs it as it is, or may see it half done."""
+        if shard.applying:
+            return True
         return shard.version == group.step and bool(group.verdict) and not shard.passive
 
     # ------------------------------------------------------------------ values

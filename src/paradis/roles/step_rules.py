@@ -55,6 +55,59 @@ def _changed_name(
     return ", ".join(specs[s.parameter].name for s in plan.segments)
 
 
+def contradiction(
+    shard: HeldShard, specs: Sequence[msg.ParameterSpec], commits: Mapping[int, msg.StepCommit]
+) -> str:
+    """Return what of a shard's early update the commits of all members do not confirm, or "".
+
+    Args:
+        shard: applied ahead of the commits.
+    """
+    assert shard.early is not None
+    counted, options = shard.early
+    names = _names(shard.plan, specs)
+    gone = [r for r in counted if r not in commits]
+    if gone:
+        return f"worker {gone[0]} has ended between backward and step() and took part in {names}"
+    for rank, commit in commits.items():
+        if commit.found_inf:
+            return f"a GradScaler on worker {rank} saw an overflow after {names} was updated"
+        if commit.clip != 1.0:
+            return f"worker {rank} clipped the gradient of {names} after backward"
+        if shard.plan.shard in commit.changed:
+            return f"worker {rank} changed the value of {names} after backward had begun"
+        own = commit.options[shard.plan.options_group]
+        keys = [k for k in {**options, **own} if repr(options.get(k)) != repr(own.get(k))]
+        if keys:
+            return (
+                f"worker {rank} changed {keys[0]} of {names} from {options.get(keys[0])} to "
+                f"{own.get(keys[0])} after backward had begun"
+            )
+        here = shard.present_in(commit)
+        if (commit.revisions.get(shard.plan.shard, 0) if here else None) != counted.get(rank):
+            return f"worker {rank} changed the gradient of {names} after backward"
+    return ""
+
+
+def early_refusal_text(step: int, reason: str) -> str:
+    """Return the line that ends a job whose commits do not confirm an early update."""
+    return (
+        f"step {step} refused: {reason}; with training.early_update the servers have updated it "
+        "already: leave gradients, values and options alone between backward and step() and "
+        "accumulate under no_sync(), or set training.early_update: false"
+    )
+
+
+_NAMES_MAX = 3
+
+
+def _names(plan: msg.ShardPlan, specs: Sequence[msg.ParameterSpec]) -> str:
+    """Return the names of a shard's parameters; a bucket may have many."""
+    names = list(dict.fromkeys(specs[s.parameter].name for s in plan.segments))
+    more = f" or {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+    return ", ".join(names[:_NAMES_MAX]) + more
+
+
 def parameter_at(plan: msg.ShardPlan, specs: Sequence[msg.ParameterSpec], element: int) -> str:
     """Return the name of the parameter that owns an element of the shard."""
     for segment in plan.segments:

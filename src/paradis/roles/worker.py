@@ -2,7 +2,8 @@
 
 Invariants:
 * a shard is pushed with the revision that the commit names, or not at all;
-* ``step()`` completes when every shard of the group has the next version;
+* ``step()`` completes when every shard of the group has the next version (and, where updates may go
+  ahead of the commits, every server has confirmed it);
 * what is not acknowledged is sent again by a timer; everything sent is idempotent.
 """
 
@@ -12,12 +13,12 @@ from paradis.core.flow import ASSIGN, Outbox
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.worker_early import WorkerEarly
 from paradis.roles.worker_state import Group, Shard, WorkerConfig
-from paradis.roles.worker_values import WorkerValues
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerValues):
+class WorkerRole(WorkerEarly):
     """Pure state machine of one worker process.
 
     Args:
@@ -58,6 +59,8 @@ class WorkerRole(WorkerValues):
 
     def _on_script(self, event: ev.Event) -> None:
         match event:
+            case ev.StepBegun():
+                self._on_begun(event)
             case ev.StepClosed():
                 self._close(event, commit=True)
             case ev.NormAsked():
@@ -128,6 +131,7 @@ class WorkerRole(WorkerValues):
                 if shard.stale:
                     shard.stale = False
                     self._push_again(group, shard)
+            self._begin_again(group)
             if group.closed and group.busy:
                 self._send_commit(group)
             if group.committed and before is not None and self._lowest_now(before):
@@ -194,9 +198,13 @@ class WorkerRole(WorkerValues):
                 self._on_snapshot_ack(group, event.source, message)
             case msg.Refusal():
                 self._on_refusal(group, message)
+            case msg.Confirmed():
+                self._on_confirmed(group, event.source, message)
         self._release(event)
 
-    def _finish(self, group: Group) -> None:
+    def _finish_if_done(self, group: Group) -> None:
+        if group.waiting or group.confirming:
+            return
         found_inf = group.found_inf
         group.next_step()
         for checkpoint, step in group.copies.items():
@@ -214,6 +222,8 @@ class WorkerRole(WorkerValues):
             for (target, index), box in self._boxes.items():
                 if index == group.index and peer in ("", target):
                     self._heal_box(group, target, box, new_link=bool(peer))
+            if peer:
+                self._begin_again(group, peer)
             if group.closed and group.busy:
                 self._send_commit(group, only=peer)
             self._pull(group, only=peer)
@@ -272,6 +282,7 @@ class WorkerRole(WorkerValues):
 
     def _leave(self) -> None:
         self._left = True
+        self._drop_early()
         steps = {g.index: g.step for g in self.groups.values()}
         self._send(LEADER, msg.Leave(node=self.node, steps=steps))
 
@@ -289,6 +300,9 @@ class WorkerRole(WorkerValues):
             return f"step {group.step}: no norms from {', '.join(group.norm_from)}"
         if group.snapshot_from:
             return f"step {group.step}: no copies on {', '.join(group.snapshot_from)}"
+        if group.confirming and not group.waiting:
+            owners = ", ".join(group.confirming)
+            return f"step {group.step}: not confirmed by {owners}: some worker has not committed"
         todo = group.waiting or group.assigning or group.state_waiting
         what = "update" if group.waiting else "answer"
         owners = ", ".join(f"shard {s} on {group.shards[s].server}" for s in list(todo)[:3])
@@ -301,3 +315,4 @@ class WorkerRole(WorkerValues):
         for group in self.groups.values():
             assert all(s in group.shards for s in group.waiting)
             assert not (group.committed and not group.closed)
+            assert not (group.committed and group.early), "an early update outlives its step()"

@@ -47,7 +47,10 @@ class WorkerPushes:
     def _queue_changed(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
-    def _finish(self, group: Group) -> None:
+    def _finish_if_done(self, group: Group) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _install_early(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
     def members(self) -> tuple[int, ...]:
@@ -122,6 +125,7 @@ class WorkerPushes:
         for shard_id in shards:
             shard = group.shards[shard_id]
             if not shard.ready and shard.trainable:
+                shard.whole = self.config.early_update and not group.closed
                 self._make_ready(group, shard)
                 targets[shard.target] = None
         for target in targets:
@@ -148,21 +152,28 @@ class WorkerPushes:
             if shard.trainable:
                 self._close_shard(group, shard, present, revised)
         group.commit = commit_with_revisions(event.commit, group)
-        group.committed = commit
         if commit:
-            group.waiting = {s.plan.shard: None for s in group.shards.values() if s.trainable}
+            # Before `committed`: a thread that receives an update looks at both without a lock.
+            trainable = [s for s in group.shards.values() if s.trainable]
+            group.waiting = {s.plan.shard: None for s in trainable
+                             if s.plan.shard not in group.early}  # fmt: skip
+            if self.config.early_update:
+                group.confirming = dict.fromkeys(s.server for s in trainable)
             group.found_inf = False
         else:
             group.squares = {}
             group.norm_round += 1
             group.norm_from = dict.fromkeys(s.server for s in group.shards.values() if s.trainable)
+        group.committed = commit
         self._send_commit(group)
+        if commit and self.config.early_update:
+            self._install_early(group)
         if commit and group.commit.changed:
             self._queue_changed(group)
         self._pump(group)
-        if commit and not group.waiting:
-            self._finish(group)
-        elif not commit and not group.norm_from:
+        if commit:
+            self._finish_if_done(group)
+        elif not group.norm_from:
             self._out.append(fx.Complete(group.index, "norm", group.step))
 
     def _close_shard(
@@ -238,6 +249,7 @@ class WorkerPushes:
         push = msg.Push(
             **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
             revision=shard.revision, codec=NUMBERS[shard.plan.codec] if group.coded else 0,
+            sequence=int(shard.whole and not shard.revision),
         )  # fmt: skip
         self._send(target, push, fx.Gradient(group.index, shard.plan.shard))
 

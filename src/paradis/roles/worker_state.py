@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paradis.wire.messages import CheckpointInfo, ShardPlan, StepCommit
+from paradis.wire.messages import CheckpointInfo, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                  "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
@@ -36,11 +36,13 @@ class WorkerConfig:
         quota_bytes: bytes that may be unreturned at one receiver.
         retry_ns: how long nothing must come before unanswered messages go again. Links are
             reliable, so this only heals a lost link or a receiver that dropped a frame.
+        early_update: servers may update before the workers have committed.
     """
 
     rank: int
     quota_bytes: int = 32 << 20
     retry_ns: int = 3_000_000_000
+    early_update: bool = False
 
 
 class Shard:
@@ -49,6 +51,7 @@ class Shard:
     Attributes:
         target: where pushes go: the rack agent or the server.
         ready: backward (or ``step()``) has produced the gradient.
+        whole: backward handed it over, so every parameter in it has a gradient.
         sent: pushed at least once in this step.
         acked: the receiver holds the present revision.
         void: the receiver's copy was dropped; push again when ``step()`` is called.
@@ -59,7 +62,7 @@ class Shard:
     """
 
     __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
-                 "revision", "present", "assign", "nbytes", "next_priority")  # fmt: skip
+                 "revision", "present", "assign", "nbytes", "next_priority", "whole")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
@@ -72,7 +75,7 @@ class Shard:
     def reset(self) -> None:
         """Forget the step that ended."""
         self.ready = self.sent = self.acked = self.void = self.stale = self.detour = False
-        self.present = False
+        self.present = self.whole = False
         self.revision = 0
 
     @property
@@ -101,6 +104,10 @@ class Group:
         coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
         told: what the leader says that it may be.
         copies: checkpoint -> step, of which this worker's part is to be copied, or is; last few.
+        begun: what was said ahead of the commit, with early updates.
+        early: shard -> update and lease of those that wait for ``step()``.
+        missed: shards whose early update may be lost; it is asked for after the commit.
+        confirming: servers that have not said that the step is confirmed.
     """
 
     index: int
@@ -127,6 +134,10 @@ class Group:
     norm_from: dict[str, None] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)
     started: dict[str, tuple[int, int]] = field(default_factory=dict)
+    begun: StepCommit | None = None
+    early: dict[int, tuple[Update, int]] = field(default_factory=dict)
+    missed: dict[int, None] = field(default_factory=dict)
+    confirming: dict[str, None] = field(default_factory=dict)
     _ordered: tuple[int, list[Shard]] = (0, [])
 
     def ordered(self) -> list[Shard]:
@@ -140,13 +151,14 @@ class Group:
     def busy(self) -> bool:
         """Whether the script's thread waits for something."""
         return bool(self.waiting or self.assigning or self.state_waiting or self.snapshot_from
-                    or self.norm_from)  # fmt: skip
+                    or self.norm_from or self.confirming)  # fmt: skip
 
     def next_step(self) -> None:
         """All updates are installed: the next step begins."""
         self.step += 1
         self.closed = self.committed = False
-        self.commit = None
+        self.commit = self.begun = None
+        self.missed = {}
         for shard in self.shards.values():
             shard.reset()
         self.resize()

@@ -6,6 +6,8 @@ same kind is known by its number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paradis.core.flow import ASSIGN
 from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
@@ -20,6 +22,12 @@ _COPIES_MAX = 8
 
 class WorkerValues(WorkerPushes):
     """Everything that the script asks for and that is not a gradient."""
+
+    def _keep_early(self, group: Group, update: msg.Update, event: ev.Received) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _miss(self, group: Group, shard_id: int) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
 
     # ------------------------------------------------------------- assignments
 
@@ -80,9 +88,9 @@ class WorkerValues(WorkerPushes):
         if not group.waiting:
             self._out.append(fx.Complete(group.index, "pull", group.step))
 
-    def _pull(self, group: Group, only: str = "") -> None:
+    def _pull(self, group: Group, only: str = "", shards: Mapping[int, None] | None = None) -> None:
         version = group.step + (1 if group.committed else 0)
-        for shard_id in group.waiting:
+        for shard_id in group.waiting if shards is None else shards:
             server = group.shards[shard_id].server
             if server in self._up and (not only or only == server):
                 self._send(server, msg.Pull(
@@ -103,16 +111,35 @@ class WorkerValues(WorkerPushes):
                 have been assigned anew at the same version.
         """
         group = self.groups.get(group_index)
-        if group is None or shard_id not in group.waiting:
+        if group is None:
+            return False
+        if self.takes_aside(group_index, version):
+            return shard_id in group.shards and shard_id not in group.early
+        if shard_id not in group.waiting:
             return False
         if group.committed:
             return version == group.step + 1
         return version == group.step and sequence in (None, group.pull_round)
 
+    def takes_aside(self, group_index: int, version: int) -> bool:
+        """Return whether an update of this version comes ahead of ``step()``.
+
+        Then the parameters' memory must stay as it is: backward may still read it.
+        """
+        group = self.groups.get(group_index)
+        if group is None or group.begun is None:
+            return False
+        return version == group.step + 1 and not group.committed
+
     def _on_update(self, group: Group, update: msg.Update, event: ev.Received) -> None:
         wanted = self.wants(group.index, update.shard, update.version, update.sequence)
         if not wanted or (not update.unchanged and not event.lease):
             self._release(event)
+            if wanted:
+                self._miss(group, update.shard)
+            return
+        if self.takes_aside(group.index, update.version):
+            self._keep_early(group, update, event)
             return
         if update.unchanged:
             self._release(event)
@@ -126,15 +153,20 @@ class WorkerValues(WorkerPushes):
             return
         group.found_inf |= update.found_inf
         group.coded_from = max(group.coded_from, update.coded_from)
-        group.shards[update.shard].next_priority = update.priority
-        box = self._begin(group, group.shards[update.shard].target)
-        box.settle(update.shard)  # a skipped step may not need what is still to be sent
-        box.returned(update.shard)
-        box.lane_drop(update.shard)
+        if not self.config.early_update:  # else one sent ahead does not know yet: `Confirmed` does
+            group.shards[update.shard].next_priority = update.priority
+        self._over(group, update.shard)
         if group.waiting:
             self._pump(group)
         else:
-            self._finish(group)
+            self._finish_if_done(group)
+
+    def _over(self, group: Group, shard_id: int) -> None:
+        """A shard has its update: nobody waits for its gradient any more."""
+        box = self._begin(group, group.shards[shard_id].target)
+        box.settle(shard_id)  # a skipped step may not need what is still to be sent
+        box.returned(shard_id)
+        box.lane_drop(shard_id)
 
     @staticmethod
     def _install(group: Group, update: msg.Update, lease: int) -> fx.Install:

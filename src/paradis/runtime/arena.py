@@ -65,6 +65,11 @@ class Arena:
         self._next = 1
         self._scratch = memoryview(bytearray(1 << 16))
 
+    def widen(self, nbytes: int) -> None:
+        """Raise the bound: more is to be held at one time than was known at the start."""
+        with self._lock:
+            self.store_bytes_max += nbytes
+
     def place(self, nbytes: int, *, accumulator_of: int = -1) -> Placed:
         """Lease memory for a payload.
 

@@ -104,6 +104,7 @@ def make_worker(
             rank=rank,
             quota_bytes=quota_bytes(settings, world_size),
             retry_ns=int(settings.retry_interval_s * 1e9),
+            early_update=settings.early_update,
         )
     )
     return WorkerNode(
@@ -111,6 +112,7 @@ def make_worker(
         identity,
         control,  # type: ignore[arg-type]
         transports,  # type: ignore[arg-type]
-        # Answers to state_dict() land here: value and up to four states of some shards.
+        # Answers to state_dict() land here: value and up to four states of some shards. For early
+        # updates each plan widens it.
         store_bytes_max=max(64 << 20, 40 * settings.shard_bytes),
     )

@@ -117,6 +117,7 @@ def make_server(
         timeout_ns=int(settings.sync_timeout_s * 1e9),
         check_finite=settings.check_finite,
         early_finish_fails=settings.on_early_finish == "fail",
+        early_update=settings.early_update,
     )
     return ServerNode(
         role,

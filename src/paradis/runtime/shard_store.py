@@ -2,7 +2,7 @@
 
 Invariant: every tensor here is written by one job at a time, and a value is not written while a
 worker may still need the bytes being sent: the next update of a shard needs every worker's commit,
-which needs the value installed.
+or its word that it has begun the next step, and both need the value installed.
 """
 
 from __future__ import annotations

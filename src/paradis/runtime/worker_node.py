@@ -67,7 +67,10 @@ class WorkerNode(Node):
     # --------------------------------------------------------------- receiving
 
     def place(self, peer: NodeId, header: FrameHeader) -> Placed:
-        """Receive a wanted update straight into the parameters, anything else into the store."""
+        """Receive a wanted update straight into the parameters, anything else into the store.
+
+        One ahead of ``step()`` goes into the store, too: backward may still read the parameters.
+        """
         if header.kind != Update.KIND:
             return self.arena.place(header.payload_bytes)
         _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
@@ -77,10 +80,15 @@ class WorkerNode(Node):
             return self.arena.scratch(header.payload_bytes)
         if codec:
             return self._place_code(held, peer, header)
+        if sum(len(v) for v in held.value) != header.payload_bytes:
+            return self.arena.scratch(header.payload_bytes)
+        if self.worker_role.takes_aside(group, version):
+            aside = self.arena.place(header.payload_bytes)
+            if aside.lease and self.tracer is not None:
+                self.tracer.receiving(peer, group, shard, step)
+            return aside
         with self._changed:
             if shard in self._receiving:
-                return self.arena.scratch(header.payload_bytes)
-            if sum(len(v) for v in held.value) != header.payload_bytes:
                 return self.arena.scratch(header.payload_bytes)
             self._receiving[shard] = peer
         if self.tracer is not None and version == step + 1:  # else a pull outside of steps

@@ -6,6 +6,7 @@ A checker raises `Violation` with its name; the driver adds seed and replay comm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,11 @@ from paradis.roles import events as ev
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.roles.worker import WorkerRole
+from paradis.sim.early_checkers import Ahead, Aside
 from paradis.sim.memory import Story
 from paradis.sim.nodes import ServerNode, SimNode, SummingNode
+from paradis.sim.violation import Violation as Violation
+from paradis.sim.violation import demand
 from paradis.sim.workloads import Record, same_bits
 from paradis.wire import messages as msg
 
@@ -29,14 +33,8 @@ if TYPE_CHECKING:
     from paradis.sim.worker import SimWorker
 
 
-class Violation(AssertionError):
-    """An invariant of the system is broken."""
-
-
-def demand(condition: bool, checker: object, text: str) -> None:
-    """Raise unless the condition holds."""
-    if not condition:
-        raise Violation(f"{type(checker).__name__}: {text}")
+_JUDGED = ("apply", "skip")
+"""A server's verdicts of a step that all have committed alike."""
 
 
 class Versions:
@@ -270,6 +268,8 @@ class Checkers:
         self._waits = Waits(sim)
         self._norms = Norms(sim)
         self._saving = Saving(sim)
+        self._ahead = Ahead()
+        self._aside = Aside()
         self._events = 0
 
     def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
@@ -292,16 +292,36 @@ class Checkers:
     def applying(self, node: ServerNode, effect: fx.Apply, story: Story) -> None:
         """A server applies a sum."""
         self._versions.applying(effect)
-        self._counted.applying(effect, story)
+        if node.role.groups[effect.group].verdict in _JUDGED:
+            self._counted.applying(effect, story)
+        else:
+            self._ahead.compare(
+                effect.group, effect.step, partial(self._counted.applying, effect, dict(story))
+            )
 
     def serving(self, node: ServerNode, message: msg.DataMessage) -> None:
         """A server sends a value."""
-        if message.shard in self._sim.reference.shards:
-            self._exact.value(node.node, message.shard, message.version,
-                              node.values[message.shard])  # fmt: skip
+        if message.shard not in self._sim.reference.shards:
+            return
+        group = node.role.groups[message.group]
+        value = node.values[message.shard]
+        if message.version > group.step and group.verdict not in _JUDGED:
+            self._exact_later(node, message.group, message.shard, message.version, value)
+        else:
+            self._exact.value(node.node, message.shard, message.version, value)
+
+    def _exact_later(
+        self, node: SimNode, group: int, shard: int, version: int, value: torch.Tensor
+    ) -> None:
+        look = partial(self._exact.value, node.node, shard, version, value.clone())
+        self._ahead.compare(group, version - 1, look)
 
     def installing(self, worker: SimWorker, effect: fx.Install, data: torch.Tensor) -> None:
         """A worker installs a value."""
+        self._aside.installing(worker, effect)
+        if self._sim.job.early and worker.closing is not None:
+            self._exact_later(worker, effect.group, effect.shard, effect.version, data)
+            return
         self._exact.value(worker.node, effect.shard, effect.version, data)
 
     def coded(
@@ -327,6 +347,7 @@ class Checkers:
         overflow = any(r.found_inf for r in records.values())
         demand(done.found_inf == overflow, self, f"{worker.node} was told found_inf="
                f"{done.found_inf} for step {step}, expected {overflow}")  # fmt: skip
+        self._ahead.confirmed(group, step)
 
     def norms(self, key: tuple[int, int, int], squares: dict[int, float]) -> None:
         """A worker got a norm."""
@@ -354,6 +375,7 @@ class Checkers:
 
     def end(self) -> None:
         """The job is over: nothing leaks, everything asked for is done, all agree."""
+        self._ahead.end()
         for node in self._sim.nodes.values():
             self._leases.look(node)
             if isinstance(node, ServerNode):

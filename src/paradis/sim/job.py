@@ -105,6 +105,7 @@ class Job:
         freeze: the step that the leader names as the first coded one, while the job runs; -1: they
             travel so from the beginning.
         freeze_at_ns: when each worker hears of it.
+        early: servers may update before the workers have committed.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -123,6 +124,7 @@ class Job:
     faults: tuple[Fault, ...] = ()
     leaves: dict[int, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
+    early: bool = False
     retry_ns: int = 30 * MS
     coded: bool = False
     freeze: int = -1

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,7 +122,9 @@ class Script:
         else:
             end = self.job.steps
         if end < self.job.steps and self.chance(0.5):
+            self.tensors[0].handed = {}
             yield from self._backward(0, attempt=0)
+            self._excuse()
         self.worker.tell(ev.LeaveAsked())
 
     def _register(self, group: int, part: int) -> Steps:
@@ -173,17 +176,18 @@ class Script:
     def _iterate(self, group: int) -> Steps:
         mine = self.tensors[group]
         mine.handed = {}
+        changed = self._change_values(group) if self.job.early else {}
         attempt = 0
         while self.chance(self.habits.drop) and attempt < 2:
-            yield from self._backward(group, attempt=attempt)
+            yield from self._backward(group, attempt=attempt, changed=changed)
             attempt += 1
-        yield from self._backward(group, attempt=attempt)
+        yield from self._backward(group, attempt=attempt, changed=changed)
         if self.chance(self.habits.revise):
             self._revise(group)
         clip = 1.0
         if self.shared("norm", group, self.step).random() < self.habits.norm:
             clip = yield from self._norms(group)
-        yield from self._step(group, clip)
+        yield from self._step(group, clip, changed)
         yield from self._between(group)
 
     def _absent(self, group: int, parameter: int) -> bool:
@@ -194,7 +198,21 @@ class Script:
             return True
         return self.chance(self.habits.absent)
 
-    def _backward(self, group: int, *, attempt: int) -> Steps:
+    def _begin(self, group: int, changed: Mapping[int, float]) -> None:
+        """Say with the first gradient what will be committed."""
+        commit = msg.StepCommit(
+            revisions={}, present=b"", options=self.options,
+            changed={s: [int(by)] for s, by in changed.items()},
+        )  # fmt: skip
+        self.worker.tell(ev.StepBegun(group, commit))
+
+    def _excuse(self) -> None:
+        """This script does what a commit cannot confirm: the job may fail, naming it."""
+        self.worker.sim.excuses.append((str(self.step), f"worker {self.rank} "))
+
+    def _backward(
+        self, group: int, *, attempt: int, changed: Mapping[int, float] = MappingProxyType({})
+    ) -> Steps:
         """Fill gradients in nearly reverse order of registration and hand whole shards over."""
         mine = self.tensors[group]
         for plan in mine.active():
@@ -202,6 +220,7 @@ class Script:
                 mine.gradients[plan.shard].zero_()
                 mine.changes[plan.shard] += 1
         mine.present = {}
+        deferred = self.job.early and self.chance(0.1)
         order = mine.active()
         for i in range(len(order) - 1):
             if self.chance(0.3):
@@ -210,7 +229,9 @@ class Script:
             yield self.think()
             self._fill(group, plan, attempt)
             whole = all(s.parameter in mine.present for s in plan.segments)
-            if whole and not self.chance(self.habits.late):
+            if whole and not deferred and not self.chance(self.habits.late):
+                if self.job.early:
+                    self._begin(group, changed)
                 mine.handed.setdefault(plan.shard, mine.changes[plan.shard])
                 self.worker.tell(ev.ShardsReady(group, (plan.shard,)))
 
@@ -253,6 +274,9 @@ class Script:
         revised = tuple(
             s for s in present if s in mine.handed and mine.handed[s] != mine.changes[s]
         )
+        gone = [s for s in mine.handed if s not in present]
+        if self.job.early and (revised or gone):
+            self._excuse()
         record = Record(
             {s: mine.gradients[s].clone() for s in present}, frozenset(mine.present)
         )  # fmt: skip
@@ -281,15 +305,18 @@ class Script:
                 self._revise(group)
         return clip
 
-    def _step(self, group: int, clip: float) -> Steps:
+    def _step(self, group: int, clip: float, changed: dict[int, float]) -> Steps:
         mine = self.tensors[group]
         yield self.think()
-        changed = self._change_values(group)
+        if not self.job.early:
+            changed = self._change_values(group)
         overflow = self.chance(self.habits.found_inf)
-        if overflow and clip == 1.0 and mine.present:
+        if overflow and clip == 1.0 and mine.present and not self.job.early:
             plan = next(p for p in mine.active() if mine.holds(p))
             mine.gradients[plan.shard][plan.segments[0].start] = float("inf")
             mine.changes[plan.shard] += 1
+        if overflow and self.job.early:
+            self._excuse()
         present, revised, record, bits = self._closing(group)
         record.clip, record.found_inf, record.changed = clip, overflow, changed
         self.worker.sim.reference.record(group, self.step, self.rank, record)

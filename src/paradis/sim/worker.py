@@ -29,7 +29,10 @@ class SimWorker(SimNode):
     role: WorkerRole
 
     def __init__(self, sim: Simulation, rank: int) -> None:
-        config = WorkerConfig(rank=rank, quota_bytes=sim.job.quota_bytes, retry_ns=sim.job.retry_ns)
+        config = WorkerConfig(
+            rank=rank, quota_bytes=sim.job.quota_bytes, retry_ns=sim.job.retry_ns,
+            early_update=sim.job.early,
+        )  # fmt: skip
         super().__init__(sim, worker_id(rank), WorkerRole(config))
         self.rank = rank
         self.script = Script(self, random.Random(sim.job.seed * 1009 + rank))
@@ -94,6 +97,10 @@ class SimWorker(SimNode):
                 return message, (self.script.tensors[group].values[shard].clone(), {})
             case _:
                 return super().resolve(message, payload)
+
+    def leased(self) -> list[int]:
+        """Return the leases of updates that wait for ``step()``."""
+        return [lease for g in self.role.groups.values() for _, lease in g.early.values()]
 
     def check_values(self, group: int, version: int) -> None:
         """Compare all values of a group with the reference."""

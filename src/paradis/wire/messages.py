@@ -113,7 +113,19 @@ class Push(DataMessage, frozen=True, kw_only=True):
     """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient,
     or its code."""
 
+    """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient.
+
+    Attributes:
+        sequence: 1 if backward handed it over and every parameter in it has a gradient: without
+            a commit it is known which parameters the update concerns. Else 0.
+    """
+
     KIND: ClassVar[int] = 3
+
+    @property
+    def whole(self) -> bool:
+        """Whether every parameter in the shard has a gradient that backward handed over."""
+        return self.sequence > 0
 
 
 class RackPush(DataMessage, frozen=True, kw_only=True):
@@ -283,7 +295,34 @@ class Stale(DataMessage, frozen=True, kw_only=True):
     KIND: ClassVar[int] = 19
 
 
+class Begin(DataMessage, frozen=True, kw_only=True):
+    """Worker -> every server with shards of the group: the first gradient of ``step`` exists.
+
+    Sent with ``training.early_update`` only. Says ahead of the commit what a server must know to
+    update: options, and which values the script has changed. The commit must say the same.
+    """
+
+    KIND: ClassVar[int] = 20
+    commit: StepCommit
+
+
+class Confirmed(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker: all have committed ``step`` as it was applied here; it is over.
+
+    Sent with ``training.early_update`` only, where an update may come before the commits.
+
+    Attributes:
+        priorities: shard -> place in admission order from the next step on, if the step changed it.
+        coded_from: as of `Update`.
+    """
+
+    KIND: ClassVar[int] = 21
+    priorities: dict[int, int] = {}
+    coded_from: int = -1
+
+
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
+    Begin, Confirmed,
 )  # fmt: skip

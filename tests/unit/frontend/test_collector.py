@@ -170,6 +170,21 @@ def test_what_the_script_changes_after_backward_is_revised(in_place: bool) -> No
     assert bench.collector.rewritten
 
 
+def test_parameters_that_changed_after_they_were_pushed_are_named() -> None:
+    bench = Bench()
+    bench.backward({"b": 2.0, "c": 3.0, "d": 4.0})  # shard 0 lacks a, so b is not pushed
+    with torch.no_grad():
+        for index in (1, 2):
+            bench.parameters[index].grad.mul_(2.0)  # type: ignore[union-attr]
+    bench.parameters[3].grad = None
+    bench.collector.close()
+    assert bench.collector.altered == ["c", "d"]
+    bench.next_step()
+    bench.backward(ALL)
+    bench.collector.close()
+    assert bench.collector.altered == []
+
+
 def test_absent_parameters_get_zeros_and_no_presence() -> None:
     bench = Bench()
     bench.backward({"b": 2.0, "d": 4.0})

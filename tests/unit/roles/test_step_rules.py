@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
-from paradis.roles.step_rules import disagreement, parameter_at, sync_timeout_text
+from paradis.roles.step_rules import (
+    contradiction,
+    disagreement,
+    early_refusal_text,
+    parameter_at,
+    sync_timeout_text,
+)
 from paradis.wire import messages as msg
 
 SPECS = [
@@ -71,3 +77,36 @@ def test_sync_timeout_names_step_shard_parameter_and_workers() -> None:
     text = sync_timeout_text("server-0", group, [1, 2], 12_500_000_000)
     for part in ("Gradient sync timeout", "step 5", "12.5 s", "worker 1, worker 2", "shard 7: a"):
         assert part in text
+
+
+def refused(*commits: msg.StepCommit, members: int = 2) -> str:
+    """Return what commits say against an early update that counted revision 0 of each member."""
+    shard = HeldShard(PLAN, 0)
+    shard.early = (dict.fromkeys(range(members), 0), {"lr": 0.1})
+    return contradiction(shard, SPECS, dict(enumerate(commits)))
+
+
+def test_commits_confirm_an_early_update() -> None:
+    assert refused(commit(), commit()) == ""
+
+
+def test_commits_that_contradict_an_early_update_are_told_by_rank_and_name() -> None:
+    cases = {
+        "changed the gradient of a, b": commit(revisions={7: 1}),
+        "changed the gradient of a": commit(present=b"\0"),
+        "changed lr of a, b from 0.1 to 0.2": commit(options=[{"lr": 0.2}]),
+        "changed the value of a, b": commit(changed={7: [1, 2]}),
+        "clipped the gradient of a, b": commit(clip=0.5),
+    }
+    for told, second in cases.items():
+        assert f"worker 1 {told}" in refused(commit(), second)
+    assert "GradScaler on worker 1" in refused(commit(), commit(found_inf=True))
+    assert "worker 2 has ended between backward and step()" in refused(
+        commit(), commit(), members=3
+    )
+
+
+def test_an_early_refusal_says_what_to_do() -> None:
+    text = early_refusal_text(5, "worker 1 did it")
+    assert text.startswith("step 5 refused: worker 1 did it; ")
+    assert "no_sync" in text and "training.early_update: false" in text

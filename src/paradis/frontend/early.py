@@ -1,0 +1,118 @@
+"""Updates while backward runs (``training.early_update``), as a ``wrap`` call sees them.
+
+The first gradient that is handed over in a step begins it: the servers are told the options and
+the values that the script has changed, and may update whatever is complete. From there on
+``step()`` must find everything as it was said. Each worker looks at what it can see itself, so that
+a script is refused for what it does and not for how fast the others were; the servers look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paradis.errors import ConfigError, StateError
+from paradis.roles import events as ev
+from paradis.runtime.worker_memory import GroupMemory
+from paradis.wire.messages import Options, StepCommit
+
+_REMEDY = "or set training.early_update: false"
+
+
+class EarlyUpdates:
+    """What one ``wrap`` call has said ahead of ``step()``.
+
+    Args:
+        group: number of the call.
+        memory: its tensors.
+        post: hands an event to this worker's role.
+
+    Attributes:
+        options: returns the hyper-parameters per parameter group; set by the optimizer.
+        said: what was said in this step; None until its first gradient.
+    """
+
+    def __init__(
+        self, group: int, memory: GroupMemory, post: Callable[[ev.StepBegun], None]
+    ) -> None:
+        self._group = group
+        self._memory = memory
+        self._post = post
+        self.options: Callable[[], list[Options]] = list
+        self.said: StepCommit | None = None
+
+    def begin(self) -> None:
+        """A gradient is about to be handed over; on the thread of backward."""
+        if self.said is None:
+            self.said = StepCommit(
+                revisions={}, present=b"", options=self.options(), changed=self._memory.changed()
+            )
+            self._post(ev.StepBegun(self._group, self.said))
+
+    def end(self) -> None:
+        """``step()`` commits what was said."""
+        self.said = None
+
+    def refuse_clipping(self) -> None:
+        """Refuse ``clip_grad_norm_``.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "clip_grad_norm_ refused: training.early_update = true, so servers update before the "
+            f"norm is known; clip nothing, {_REMEDY}"
+        )
+
+    def refuse_within(self, what: str) -> None:
+        """Refuse a request for which the servers must be between two steps.
+
+        Raises:
+            StateError: the step has begun.
+        """
+        if self.said is not None:
+            raise StateError(
+                f"{what} refused between backward and step(): training.early_update = true, so "
+                f"values may be those of the next step already; call it after step(), {_REMEDY}"
+            )
+
+    def confirm(self, commit: StepCommit, altered: Sequence[str], *, where: str) -> None:
+        """Compare what ``step()`` commits with what was said.
+
+        Args:
+            commit: as it will be sent.
+            altered: names of parameters whose gradient was pushed and has changed since.
+            where: names worker and step.
+
+        Raises:
+            StateError: they differ.
+        """
+        if self.said is None:
+            return
+        why = ""
+        value = self._changed_value(self.said, commit)
+        if altered:
+            why = (
+                f"the gradient of {altered[0]} was changed after backward had handed it over; "
+                "accumulate under optimizer.no_sync(), leave gradients as backward makes them"
+            )
+        elif value:
+            why = (
+                f"the value of {value} was changed after backward had begun; change values "
+                "before backward"
+            )
+        elif repr(commit.options) != repr(self.said.options):
+            why = "hyper-parameters were changed after backward had begun; change them after step()"
+        if why:
+            raise StateError(
+                f"{where} refused: {why}, {_REMEDY}: with it servers update while backward runs"
+            )
+
+    def _changed_value(self, said: StepCommit, commit: StepCommit) -> str:
+        for shard in {**said.changed, **commit.changed}:
+            before, now = said.changed.get(shard), commit.changed.get(shard)
+            if before != now:
+                names = [t.name for t in self._memory.shards[shard].tensors]
+                pairs = zip(names, before or [0] * len(names), now or [0] * len(names), strict=True)
+                moved = [name for name, a, b in pairs if a != b]
+                return moved[0]
+        return ""
