@@ -66,6 +66,18 @@ COMBINATIONS: Final = (
         overlap="layerwise",
         promise="the same bits; updates come in while the script goes on",
     ),
+    Combination(
+        mode="ssp",
+        compression="none",
+        overlap="none",
+        promise="one worker as in sync; N by themselves, training.staleness steps apart at most",
+    ),
+    Combination(
+        mode="async",
+        compression="none",
+        overlap="none",
+        promise="one worker as in sync; N by themselves, and nobody waits for another",
+    ),
 )
 """Whatever is not in this table is refused."""
 
@@ -111,6 +123,12 @@ class JobConfig:
                 f"config refused: mode {wanted[0]} with compression {wanted[1]} and overlap "
                 f"{wanted[2]}; expected one of the table that `paradis config show` prints",
                 keys=("training.mode", "training.overlap"),
+            )
+        if training.staleness_scaling and training.mode != "async":
+            raise ConfigError(
+                f"config refused: training.staleness_scaling = true with training.mode = "
+                f"{training.mode}; expected mode async, the only one without a bound; remove one",
+                keys=("training.mode", "training.staleness_scaling"),
             )
 
 

@@ -38,6 +38,7 @@ class Binding:
         group: number of the call in this process.
         steps_done: finished steps.
         restored: ``extra`` of the checkpoint started from, or None.
+        mode: of the group, as its plan says.
     """
 
     def __init__(self, session: Session, model: torch.nn.Module, optimizer_name: str) -> None:
@@ -47,6 +48,7 @@ class Binding:
         self.group = session.groups
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
+        self.mode = "sync"
         self._steps_before = 0
         self._manifest: Manifest | None = None
         self._parts = 0
@@ -80,6 +82,11 @@ class Binding:
         """The group's step in this run, which starts at 0 after a restore, too."""
         group = self.session.node.worker_role.groups.get(self.group)
         return group.step if group is not None else 0
+
+    @property
+    def clocked(self) -> bool:
+        """Whether each worker's gradient is an update by itself (modes ``ssp`` and ``async``)."""
+        return self.mode != "sync"
 
     def members(self) -> tuple[int, ...]:
         """Return the ranks that take part."""
@@ -138,7 +145,7 @@ class Binding:
         Returns:
             Whether it is on its way; False: nothing has been done.
         """
-        if self.session.settings.overlap != "layerwise" or not self.session.alive:
+        if self.clocked or self.session.settings.overlap != "layerwise" or not self.session.alive:
             return False
         if not self._overlap.begin(explain=explain, after=after):
             return False
@@ -182,6 +189,7 @@ class Binding:
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
         plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan
         assert plan is not None
+        self.mode = plan.mode
         self.memory.add(plan.shards)
         self.collector.extend()
         return plan

@@ -34,11 +34,16 @@ class Sum(Payload, frozen=True):
 
 
 class Sections(Payload, frozen=True):
-    """Value and optimizer state of a shard, in the order of ``keys``."""
+    """Value and optimizer state of a shard, in the order of ``keys``.
+
+    Attributes:
+        copied: the value may change before it is sent: send a copy of what it is now.
+    """
 
     group: int
     shard: int
     keys: tuple[str, ...] = ("value",)
+    copied: bool = False
 
 
 class Lease(Payload, frozen=True):
@@ -182,6 +187,7 @@ class Apply(Effect, frozen=True):
         present: per segment, whether it has a gradient on any worker.
         clip: factor for the mean gradient, 1.0 for none.
         check: first look for NaN and infinity in the mean gradient; with any, change nothing.
+        staleness: in ``ssp`` and ``async``: updates since the worker read the value; -1 in sync.
     """
 
     group: int
@@ -191,6 +197,7 @@ class Apply(Effect, frozen=True):
     present: tuple[bool, ...]
     clip: float
     check: bool
+    staleness: int = -1
 
 
 class Store(Effect, frozen=True):

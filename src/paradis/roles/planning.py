@@ -89,4 +89,10 @@ def make_plan(
         first_parameter=first_parameter, parameters=register.parameters,
         optimizer=register.optimizer, options=register.options, shards=shards,
         step=register.step, restore="" if register.step else settings.restore,
+        mode=mode_of(settings), staleness=settings.staleness, scaling=settings.staleness_scaling,
     )  # fmt: skip
+
+
+def mode_of(settings: SharedSettings) -> str:
+    """Return the mode of a group: ``ssp`` in which nobody may be ahead is ``sync``."""
+    return "sync" if settings.mode == "ssp" and not settings.staleness else settings.mode

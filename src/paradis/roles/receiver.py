@@ -13,6 +13,7 @@ from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.stale_state import StaleGroup, StaleShard
 from paradis.roles.worker_state import shard_bytes
 from paradis.wire import messages as msg
 
@@ -30,7 +31,7 @@ class HeldShard:
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
-                 "sent", "members", "pending")  # fmt: skip
+                 "sent", "members", "pending", "stale")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -46,6 +47,7 @@ class HeldShard:
         self.sent: dict[int, int] | None = None
         self.members: tuple[int, ...] = ()
         self.pending: ev.Received | None = None
+        self.stale: StaleShard | None = None
 
     @property
     def passive(self) -> bool:
@@ -78,7 +80,7 @@ class HeldGroup:
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished")  # fmt: skip
+                 "skipped", "gone", "unfinished", "stale")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -98,6 +100,7 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
+        self.stale: StaleGroup | None = None
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -482,6 +485,6 @@ class Receiver:
         """Assert the invariants; called after every event in tests and simulation."""
         for group, shard in self._by_shard.values():
             shard.collection.check()
-            assert shard.version >= group.step, (shard.version, group.step)
+            assert group.stale or shard.version >= group.step, (shard.version, group.step)
         for ledger in self._ledgers.values():
             ledger.check()

@@ -142,10 +142,12 @@ class WorkerRole(WorkerValues):
             return
         group.parts = plan.part + 1
         group.step = plan.step
-        agent = self._agent()
+        group.clocked = plan.mode != "sync"
+        agent = "" if group.clocked else self._agent()
         for shard in plan.shards:
             target = agent if agent and not shard.is_buffer else shard.server
             group.shards[shard.shard] = Shard(shard, target)
+            group.shards[shard.shard].version = plan.step
         self._out.append(fx.Complete(plan.group, "plan", plan.step, plan=plan))
 
     # ------------------------------------------------------------------- data

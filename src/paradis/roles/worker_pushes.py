@@ -230,8 +230,8 @@ class WorkerPushes:
         assert shard.ready, f"shard {shard.plan.shard} has no gradient in step {group.step}"
         shard.sent = True
         push = msg.Push(
-            **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
-            revision=shard.revision,
+            **self._head(group), shard=shard.plan.shard, step=group.step,
+            version=shard.version if group.clocked else group.step, revision=shard.revision,
         )  # fmt: skip
         self._send(target, push, fx.Gradient(group.index, shard.plan.shard))
 

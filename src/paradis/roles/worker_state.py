@@ -49,9 +49,10 @@ class Shard:
         detour: goes through the lane in this step, for the window has passed its place.
         assign: values to send to the server: keys, dtypes, scalars.
         next_priority: place in admission order from the next step on, -1: as it is.
+        version: in a group with clocks: the number of updates in the value that we have.
     """
 
-    __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
+    __slots__ = ("version", "plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
                  "revision", "present", "assign", "nbytes", "next_priority")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
@@ -60,6 +61,7 @@ class Shard:
         self.nbytes = shard_bytes(plan)
         self.assign: Assignment | None = None
         self.next_priority = -1
+        self.version = 0
         self.reset()
 
     def reset(self) -> None:
@@ -91,6 +93,8 @@ class Group:
         pull_round: number of the last request for values, so that an earlier answer is known;
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
+        clocked: each worker has its own clock (modes ``ssp`` and ``async``): a step is answered
+            with whatever version its shards have then.
     """
 
     index: int
@@ -104,6 +108,7 @@ class Group:
     norm_round: int = 0
     pull_round: int = 0
     state_round: int = 0
+    clocked: bool = False
     snapshot: CheckpointInfo | None = None
     shards: dict[int, Shard] = field(default_factory=dict)
     waiting: dict[int, None] = field(default_factory=dict)

@@ -14,11 +14,13 @@ from paradis.ids import NodeId
 from paradis.numerics.finite import first_non_finite
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.reduce import reduce_tree, square_sum
+from paradis.observe.metrics import staleness_counts
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.receiver import Receiver
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import Node
+from paradis.runtime.pages import allocate
 from paradis.runtime.shard_store import ShardStore
 from paradis.storage.checkpoint import Section, write_part
 from paradis.storage.tensorfile import torch_dtype
@@ -81,6 +83,14 @@ class SummingNode(Node):
         self.run_job(f"summing shard {effect.shard}", job, nbytes=work)
 
 
+def copy_of(view: memoryview) -> memoryview:
+    """Return a copy of bytes that may change before they are sent."""
+    buffer = allocate(len(view))
+    own = as_bytes(buffer)
+    own[:] = view
+    return own
+
+
 class AgentNode(SummingNode):
     """A rack agent."""
 
@@ -128,13 +138,16 @@ class ServerNode(SummingNode):
     ) -> tuple[DataMessage, list[memoryview], Callable[[], None] | None]:
         """Find the bytes of a shard's value or of all its sections."""
         match payload:
-            case fx.Sections(shard=shard, keys=("*",)):
+            case fx.Sections(shard=shard, keys=("*",), copied=copied):
                 keys, dtypes, scalars, buffers = self.store.sections(shard)
                 assert isinstance(message, State)
+                buffers = [copy_of(b) for b in buffers] if copied else buffers
                 message = msgspec.structs.replace(
                     message, keys=keys, dtypes=dtypes, scalars=scalars
                 )
                 return message, buffers, None
+            case fx.Sections(shard=shard, copied=True):
+                return message, [copy_of(self.store.value_bytes(shard))], None
             case fx.Sections(shard=shard):
                 return message, [self.store.value_bytes(shard)], None
             case _:
@@ -146,7 +159,10 @@ class ServerNode(SummingNode):
         if not isinstance(message, Update | State) or effect.payload is None:
             super()._send(effect)
             return
-        key = (effect.target, message.KIND, message.shard, message.version, message.sequence)
+        copied = isinstance(effect.payload, fx.Sections) and effect.payload.copied
+        # Where others update the value meanwhile, its version does not tell the question.
+        place = message.step if copied else message.version
+        key = (effect.target, message.KIND, message.shard, place, message.sequence)
         if key in self._queued:
             return
         self._queued[key] = None
@@ -168,6 +184,8 @@ class ServerNode(SummingNode):
                     return ev.Applied(effect.shard, effect.step, bad)
             self.store.apply(effect.shard, total, effect.options, effect.present, effect.clip)
             self.counters.add(updates=1)
+            if effect.staleness >= 0:
+                self.counters.add(**staleness_counts(effect.staleness))
             return ev.Applied(effect.shard, effect.step)
 
         self.run_job(f"updating shard {effect.shard}", job, nbytes=total.numel())

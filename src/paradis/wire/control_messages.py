@@ -83,6 +83,9 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         step: step (= version) at which the new shards start.
         restore: directory of the checkpoint the servers load from, or empty.
         restored: what the checkpoint says of groups: options to take over, and step.
+        mode: ``sync``; or ``ssp``, ``async``, where each worker's gradient is an update by itself.
+        staleness: of ``ssp``: how many steps a worker may be ahead of the slowest, at least 1.
+        scaling: the learning rate of an update is divided by its staleness.
     """
 
     generation: int
@@ -95,6 +98,9 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     shards: tuple[ShardPlan, ...]
     step: int
     restore: str = ""
+    mode: str = "sync"
+    staleness: int = 0
+    scaling: bool = False
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):
