@@ -293,6 +293,9 @@ class Checkers:
         """A worker installs a value."""
         self._exact.value(worker.node, effect.shard, effect.version, data)
 
+    def keeping(self, worker: SimWorker, effect: fx.Keep) -> None:
+        """A worker keeps its value, which is the next one, too."""
+
     def value(self, worker: SimWorker, shard: int, version: int, value: torch.Tensor) -> None:
         """A script goes on with this value."""
         self._exact.value(worker.node, shard, version, value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import msgspec
@@ -26,6 +26,7 @@ from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.stale_checks import StaleCheckers
 from paradis.sim.worker import SimWorker, register_worker
 from paradis.sim.workloads import Reference, Workload
 from paradis.wire import messages as msg
@@ -79,7 +80,7 @@ class Simulation:
         self.network = Network(job, self.source)
         self.workload = Workload(job)
         self.reference = Reference()
-        self.checkers = Checkers(self)
+        self.checkers = Checkers(self) if job.mode == "sync" else StaleCheckers(self)
         self.now = 0
         self.events = 0
         self.failures: list[str] = []
@@ -95,9 +96,12 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
+        settings = replace(
+            SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling
+        )
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
-            settings=SETTINGS, shared=asdict(SETTINGS), tree=job.tree,
+            settings=settings, shared=asdict(settings), tree=job.tree,
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader

@@ -101,6 +101,7 @@ class Job:
         quota_bytes: of every pusher at every receiver; roles raise it to two largest shards.
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
+        mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -120,6 +121,9 @@ class Job:
     leaves: dict[int, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     retry_ns: int = 30 * MS
+    mode: str = "sync"
+    staleness: int = 1
+    scaling: bool = False
     liveness_ns: int = 20_000 * MS
 
     @property

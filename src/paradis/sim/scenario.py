@@ -10,12 +10,16 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from paradis.sim.checkers import Violation
 from paradis.sim.driver import Result, Simulation
 from paradis.sim.job import MS, Fault, Habits, Job, Model, Weather
 
 WORKLOADS = ("counting", "floats")
+
+MODES = ("ssp", "async")
+"""Workloads in which workers do not wait for each other, counting or with floats by seed."""
 
 _SIZES = (1, 3, 8, 20, 33, 40)
 
@@ -25,8 +29,10 @@ def scenario(seed: int, workload: str) -> Job:
 
     Args:
         seed: any number of at least 0.
-        workload: ``counting`` or ``floats``.
+        workload: ``counting``, ``floats``, ``ssp`` or ``async``.
     """
+    if workload in MODES:
+        return _stale(seed, workload)
     source = random.Random(seed * 2 + WORKLOADS.index(workload))
     racks_count = source.choice((0, 0, 2))
     workers = source.randint(2, 4) if racks_count else source.randint(1, 4)
@@ -49,6 +55,18 @@ def scenario(seed: int, workload: str) -> Job:
         quota_bytes=source.choice((1, 1, 600, 1 << 20)), habits=_habits(source), weather=weather,
         faults=_faults(source, workers, servers, racks if racks_count else ()),
         leaves=leaves, slow=_slow(source, workers, servers),
+    )  # fmt: skip
+
+
+def _stale(seed: int, mode: str) -> Job:
+    """Return a job without what needs all workers alike, with workers of very different speed."""
+    source = random.Random(f"{mode} {seed}")
+    job = scenario(seed, source.choice(WORKLOADS))
+    slow = {f"worker-{r}": source.choice((1.0, 3.0, 10.0, 40.0)) for r in range(job.workers)}
+    return replace(
+        job, mode=mode, staleness=source.choice((1, 1, 2, 3)), slow=slow,
+        scaling=mode == "async" and source.random() < 0.5,
+        habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
     )  # fmt: skip
 
 
@@ -157,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the trace of one seed and how it ended."""
     parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
-    parser.add_argument("--workload", choices=WORKLOADS, default="counting")
+    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES), default="counting")
     parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
     options = parser.parse_args(arguments)
     out = sys.stdout

@@ -52,7 +52,7 @@ class SimWorker(SimNode):
             case fx.Complete():
                 self._complete(effect)
             case fx.Keep():
-                pass  # the value is what it was
+                self.sim.checkers.keeping(self, effect)
             case fx.Install():
                 data = self.memory.leases[effect.lease].data
                 self.sim.checkers.installing(self, effect, data)
