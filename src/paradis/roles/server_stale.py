@@ -143,7 +143,8 @@ class StaleSteps(StaleValues):
             if message.step == known.step:
                 self._repeat(source, rank, group, known)
             return
-        changed = [s for s in message.commit.changed if s in group.shards]
+        mine = group.shards  # an empty tensor's value is never sent, so it always counts as changed
+        changed = [s for s in message.commit.changed if s in mine and not mine[s].passive]
         if changed:
             name = step_rules.parameter_at(group.shards[changed[0]].plan, group.specs, 0)
             self._refuse_step(group, rank, message.step, "WorkersDisagree", f"step {message.step} "
