@@ -114,6 +114,24 @@ class JobConfig:
         for group in self.topology.worker_groups:
             self._check_combination(group.compression)
         self._check_combination("none")
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        training, sync = self.training, self.training.mode == "sync"
+        refused = {
+            "training.staleness_scaling = true": training.staleness_scaling
+            and training.mode != "async",
+            "training.on_early_finish = fail": training.on_early_finish == "fail" and not sync,
+            "communication.rack_aggregation = on": self.communication.rack_aggregation == "on"
+            and not sync,
+        }
+        for told, wrong in refused.items():
+            if wrong:
+                raise ConfigError(
+                    f"config refused: {told} with training.mode = {training.mode}, in which it "
+                    "means nothing; leave it at its default, or change the mode",
+                    keys=("training.mode", told.partition(" ")[0]),
+                )
 
     def _check_combination(self, compression: str) -> None:
         training = self.training
@@ -123,12 +141,6 @@ class JobConfig:
                 f"config refused: mode {wanted[0]} with compression {wanted[1]} and overlap "
                 f"{wanted[2]}; expected one of the table that `paradis config show` prints",
                 keys=("training.mode", "training.overlap"),
-            )
-        if training.staleness_scaling and training.mode != "async":
-            raise ConfigError(
-                f"config refused: training.staleness_scaling = true with training.mode = "
-                f"{training.mode}; expected mode async, the only one without a bound; remove one",
-                keys=("training.mode", "training.staleness_scaling"),
             )
 
 

@@ -130,6 +130,8 @@ def test_checkpoint_and_resume(
     exported = tmp_path / "model.pt"
     assert main(["checkpoint", "export", str(root), str(exported)]) == 0
     capsys.readouterr()
+    assert main(["checkpoint", "ls", str(root)]) == 0
+    assert "mode async  at=2" in capsys.readouterr().out
     settings = {**ssp(1), "checkpoint.restore": str(root)}
     start_job(SCRIPT, str(again), "save", workers=3, servers=1, settings=settings).succeed()
     saved = torch.load(exported)

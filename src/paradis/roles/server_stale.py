@@ -342,8 +342,9 @@ class StaleSteps(StaleValues):
         assert group.stale is not None
         waiting = self._waiting(group)
         group.stale.timer = bool(waiting)
+        since_ns = {rank: group.stale.commits[rank].since_ns for rank in waiting}
         for rank, (step, slow) in waiting.items():
-            waited_ns = now_ns - group.stale.commits[rank].since_ns
+            waited_ns = now_ns - since_ns[rank]
             if waited_ns < self.warning_ns:
                 continue
             text = step_rules.bound_timeout_text(
@@ -355,7 +356,10 @@ class StaleSteps(StaleValues):
             self._send("dispatcher-0", msg.Announcement(level="warning", text=text))
             break
         if waiting:
-            self._out.append(fx.SetTimer(name, now_ns + self.warning_ns))
+            due_ns = [
+                t + self.warning_ns for t in since_ns.values() if t + self.warning_ns > now_ns
+            ]
+            self._out.append(fx.SetTimer(name, min(due_ns, default=now_ns + self.warning_ns)))
 
     def _waiting(self, group: HeldGroup) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return rank -> (its step, who is too far behind), of workers that wait."""
