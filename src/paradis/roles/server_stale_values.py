@@ -54,9 +54,10 @@ class StaleValues(ServerValues):
         shard = group.shards.get(pull.shard)
         if shard is None or shard.stale is None or self.view is None:
             return
-        within = pull.version > pull.step
-        if within and not shard.stale.clocks.may_begin(
-            pull.worker, pull.step + 1, self.view.members
+        within, stale = pull.version > pull.step, shard.stale
+        if within and (
+            pull.worker in stale.owed
+            or not stale.clocks.may_begin(pull.worker, pull.step + 1, self.view.members)
         ):
             return  # it comes by itself
         if not shard.initialized or self._busy(shard):
