@@ -5,7 +5,7 @@
 ``slow``: worker 2 waits in its step 1 until the others have called ``step()`` as often as OUT/limit
 says; worker 1 ends after 4 of 6 steps. Every worker appends to OUT/story what it does, one line at
 a time: ``begin``, ``call`` (just before ``step()``), ``end``. ``fit``: linear regression. ``clip``,
-``overflow``, ``change``, ``save``: what the names say.
+``overflow``, ``change``, ``reload``, ``save``: what the names say.
 Writes OUT/<rank>.pt with what it has in the end.
 """
 
@@ -118,6 +118,25 @@ def change(rank: int) -> dict[str, Any]:
         optimizer.zero_grad()
         model[2].weight.data.clamp_(-0.01, 0.01)  # type: ignore[index, union-attr, operator]
     return {}
+
+
+def reload(rank: int) -> dict[str, Any]:
+    """In the middle of training the lowest worker's optimizer state goes to the servers anew."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+    optimizer = paradis.wrap(model, torch.optim.Adam(model.parameters()))
+    for step in range(STEPS):
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2 and rank == 0:
+            state = optimizer.state_dict()
+            for entry in state["state"].values():
+                entry["exp_avg"].zero_()
+            optimizer.load_state_dict(state)
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    counts = {float(e["step"]) for e in optimizer.state_dict()["state"].values()}
+    return {"finite": finite, "counts": sorted(counts)}
 
 
 def save(rank: int) -> dict[str, Any]:

@@ -110,6 +110,15 @@ def test_overflow_skips_the_step_of_its_worker_only(start_job: Start, tmp_path: 
     assert all(record(tmp_path, r)["finite"] and record(tmp_path, r)["steps"] == 3 for r in (0, 1))
 
 
+def test_state_is_loaded_while_others_train(start_job: Start, tmp_path: Path) -> None:
+    start_job(SCRIPT, str(tmp_path), "reload", workers=2, servers=2, settings=ASYNC).succeed()
+    found = [record(tmp_path, rank) for rank in range(2)]
+    assert all(each["finite"] for each in found)
+    # All updates count, less those of worker 1 between asking for the state and giving it.
+    last = max(each["counts"][-1] for each in found)
+    assert 6 <= last <= 12
+
+
 def test_changed_values_are_refused_by_name(start_job: Start, tmp_path: Path) -> None:
     job = start_job(SCRIPT, str(tmp_path), "change", workers=2, servers=2, settings=ASYNC)
     assert any(job.wait().values())

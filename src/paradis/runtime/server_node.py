@@ -20,7 +20,6 @@ from paradis.roles import events as ev
 from paradis.roles.receiver import Receiver
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import Node
-from paradis.runtime.pages import allocate
 from paradis.runtime.shard_store import ShardStore
 from paradis.storage.checkpoint import Section, write_part
 from paradis.storage.tensorfile import torch_dtype
@@ -84,11 +83,12 @@ class SummingNode(Node):
 
 
 def copy_of(view: memoryview) -> memoryview:
-    """Return a copy of bytes that may change before they are sent."""
-    buffer = allocate(len(view))
-    own = as_bytes(buffer)
-    own[:] = view
-    return own
+    """Return a copy of bytes that may change before they are sent.
+
+    In memory from the heap: it is used again and again, while each mapping of its own would be
+    paged in anew (4 MiB: 0.13 ms, not 6).
+    """
+    return memoryview(bytearray(view))
 
 
 class AgentNode(SummingNode):

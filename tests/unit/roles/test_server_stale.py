@@ -112,6 +112,23 @@ def test_a_push_of_a_step_that_is_over_changes_nothing() -> None:
     assert sent(effects, msg.PushAck)[0].credit
 
 
+def test_values_assigned_while_one_is_updated_wait_and_reach_everybody() -> None:
+    role = server("async")
+    push = msg.Push(generation=1, shard=0, worker=0, step=0)
+    role.handle(ev.Received(NodeId("worker-0"), push, 3), 0)
+    (reduce,) = [e for e in commit(role, 0, 0, at_s=0, present=b"\1") if isinstance(e, fx.Reduce)]
+    assign = ev.Received(NodeId("worker-0"), msg.Assign(shard=0, worker=0, step=0, revision=2), 4)
+    assert role.handle(assign, 0) == []
+    role.handle(ev.Reduced(0, reduce.ticket), 0)
+    effects = role.handle(ev.Applied(0, 0), 0)
+    assert [e.lease for e in effects if isinstance(e, fx.Store)] == [4]
+    assert not [e for e in role.handle(assign, 0) if isinstance(e, fx.Store)]
+    assert sent(role.handle(ev.Stored(0, 2), 0), msg.AssignAck)[0].revision == 2
+    assert sent(role.handle(assign, 0), msg.AssignAck)  # its acknowledgement was lost
+    (update,) = sent(commit(role, 1, 0, at_s=0), msg.Update)
+    assert (update.version, update.unchanged) == (1, False)
+
+
 @pytest.mark.parametrize(("mode", "staleness", "told"), [
     ("sync", 1, "sync"), ("ssp", 0, "sync"), ("ssp", 2, "ssp"), ("async", 0, "async"),
 ])  # fmt: skip
