@@ -23,7 +23,7 @@ from paradis.sim.job import MS
 from paradis.sim.scenario import MODES, run_seed, scenario
 
 SRC = Path(__file__).parents[2] / "src"
-SEEDS = 300
+SEEDS = 200
 SEEDS_MAX = 200
 
 RUN = """
