@@ -66,6 +66,18 @@ COMBINATIONS: Final = (
         overlap="layerwise",
         promise="the same bits; updates come in while the script goes on",
     ),
+    Combination(
+        mode="ssp",
+        compression="none",
+        overlap="none",
+        promise="one worker as in sync; N by themselves, training.staleness steps apart at most",
+    ),
+    Combination(
+        mode="async",
+        compression="none",
+        overlap="none",
+        promise="one worker as in sync; N by themselves, and nobody waits for another",
+    ),
 )
 """Whatever is not in this table is refused."""
 
@@ -108,6 +120,24 @@ class JobConfig:
         for group in self.topology.worker_groups:
             self._check_combination(group.compression)
         self._check_combination("none")
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        training, sync = self.training, self.training.mode == "sync"
+        refused = {
+            "training.staleness_scaling = true": training.staleness_scaling
+            and training.mode != "async",
+            "training.on_early_finish = fail": training.on_early_finish == "fail" and not sync,
+            "communication.rack_aggregation = on": self.communication.rack_aggregation == "on"
+            and not sync,
+        }
+        for told, wrong in refused.items():
+            if wrong:
+                raise ConfigError(
+                    f"config refused: {told} with training.mode = {training.mode}, in which it "
+                    "means nothing; leave it at its default, or change the mode",
+                    keys=("training.mode", told.partition(" ")[0]),
+                )
 
     def _check_combination(self, compression: str) -> None:
         training = self.training

@@ -196,8 +196,24 @@ class TrainingConfig:
     mode: str = key(
         "sync",
         WORD,
-        "When an update may use a gradient. sync: all workers, same step; equal to plain PyTorch.",
-        choices="sync",
+        "When an update may use a gradient. sync: all workers, same step; equal to plain PyTorch. "
+        "ssp: each by itself, nobody more than staleness steps ahead. async: nobody waits.",
+        choices="sync ssp async",
+        shared="mode",
+    )
+    staleness: int = key(
+        1,
+        COUNT,
+        "Of mode ssp: how many steps a worker may be ahead of the slowest. 1 hides one slow step; "
+        "0 is sync.",
+        shared="staleness",
+    )
+    staleness_scaling: bool = key(
+        False,
+        BOOL,
+        "Of mode async: divide the learning rate of each update by its staleness, not by the "
+        "number of workers. Off, as the same rate for all is easier to reason about.",
+        shared="staleness_scaling",
     )
     overlap: str = key(
         "none",

@@ -167,7 +167,7 @@ class TopologyConfig:
         (),
         _GROUPS,
         "Groups of workers by parameters, such as {all: {workers: 4}}. This version takes one "
-        "group that covers everything, in sync mode, without compression.",
+        "group that covers everything, in the mode of training.mode, without compression.",
     )
     reduction_groups: str | tuple[tuple[int, ...], ...] = key(
         "auto",
@@ -234,7 +234,8 @@ class TopologyConfig:
         for group in self.worker_groups:
             where = f"worker_groups.{group.name}"
             if group.mode != "sync":
-                _refuse(f"{where}.mode", group.mode, "sync, which this version supports")
+                expected = "sync: in this version training.mode is for all groups"
+                _refuse(f"{where}.mode", group.mode, expected)
             if group.compression != "none":
                 expected = "none, which this version supports"
                 _refuse(f"{where}.compression", group.compression, expected)

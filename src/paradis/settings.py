@@ -27,6 +27,9 @@ class SharedSettings:
         payload_checksum: ``auto`` (on for tcp to another host), ``on`` or ``off``.
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
+        mode: ``sync``, ``ssp`` or ``async``.
+        staleness: of ``ssp``: steps that a worker may be ahead of the slowest.
+        staleness_scaling: of ``async``: divide a rate by the staleness of its update.
         overlap: ``none`` or ``layerwise``.
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
         compression_elements_min: tensors with fewer elements travel in full.
@@ -54,6 +57,9 @@ class SharedSettings:
     socket_buffer_bytes: int = 4 << 20
     same_host: str = "unix"
     rack_aggregation: str = "auto"
+    mode: str = "sync"
+    staleness: int = 1
+    staleness_scaling: bool = False
     overlap: str = "none"
     compression: str = "none"
     compression_elements_min: int = 4096

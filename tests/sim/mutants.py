@@ -180,7 +180,7 @@ def no_fence(patch: Patch) -> None:
 def old_version(patch: Patch) -> None:
     """A worker installs any update that comes, also that of an earlier step."""
 
-    def wants(self: WorkerRole, group: int, shard: int, version: int, sequence: Any = None) -> bool:
+    def wants(self: WorkerRole, group: int, shard: int, *_: Any) -> bool:
         return group in self.groups and shard in self.groups[group].waiting
 
     patch.setattr(worker_values.WorkerValues, "wants", wants)

@@ -127,7 +127,13 @@ REFUSALS = [
     ("communication: {payload_checksum: maybe}", "auto or on or off"),
     ("communication: {control_address: host}", "a port from 1 to 65535"),
     ("communication: {data_interface: 3}", "put it in quotes"),
-    ("training: {mode: ssp}", "this version supports sync"),
+    ("training: {mode: bsp}", "this version supports sync or ssp or async"),
+    ("training: {mode: ssp, overlap: layerwise}", "mode ssp with compression none and overlap"),
+    ("training: {mode: async, overlap: layerwise}", "expected one of the table"),
+    ("training: {mode: ssp, staleness: -1}", "expected at least 0"),
+    ("training: {mode: ssp, staleness_scaling: true}", "with training.mode = ssp, in which it"),
+    ("training: {mode: async, on_early_finish: fail}", "training.on_early_finish = fail with"),
+    ("{training: {mode: async}, communication: {rack_aggregation: 'on'}}", "rack_aggregation = on"),
     ("training: {overlap: one}", "this version supports none"),
     ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "auto or off"),
     ("training: {check_finite: 1}", "true or false"),
@@ -327,7 +333,7 @@ def test_config_show_prints_every_key_with_origin_and_the_table(
     assert table["topology.servers"].split()[1:] == ["3", "flag", "count"]
     assert any("sync + none + none" in line for line in lines)
     assert any("sync + none + layerwise" in line for line in lines)
-    assert len(COMBINATIONS) == 2
+    assert len(COMBINATIONS) == 4
 
 
 @pytest.mark.parametrize("flag", ["topology.servers", "topology.servers=none"])

@@ -64,6 +64,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> int:
             print(
                 f"{checkpoint.name}  {state}  {directory.name}  step {manifest.step}  "
                 f"{len(manifest.parameters)} parameters  {_size(directory)}  {manifest.optimizer}"
+                + ("" if manifest.mode == "sync" else f"  mode {manifest.mode}")
                 + (f"  {names}" if names else "")
             )
     return 0

@@ -43,7 +43,9 @@ class Binding:
         steps_done: finished steps.
         restored: ``extra`` of the checkpoint started from, or None.
         optimizer: the wrapped one, once it exists.
+        compression: chosen for this call; empty: as the configuration says.
         early: what is said ahead of ``step()``, where updates may go ahead of it; else None.
+        mode: of the group, as its plan says.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class Binding:
         self.session = session
         self.model = model
         self.optimizer_name = optimizer_name
-        self._compression = compression
+        self.compression = compression
         self.group = session.groups
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
+        self.mode = "sync"
         self._steps_before = 0
         self._manifest: Manifest | None = None
         self._parts = 0
@@ -105,6 +108,11 @@ class Binding:
         """The group's step in this run, which starts at 0 after a restore, too."""
         group = self.session.node.worker_role.groups.get(self.group)
         return group.step if group is not None else 0
+
+    @property
+    def clocked(self) -> bool:
+        """Whether each worker's gradient is an update by itself (modes ``ssp`` and ``async``)."""
+        return self.mode != "sync"
 
     def members(self) -> tuple[int, ...]:
         """Return the ranks that take part."""
@@ -196,7 +204,7 @@ class Binding:
         Returns:
             Whether it is on its way; False: nothing has been done.
         """
-        if self.session.settings.overlap != "layerwise" or not self.session.alive:
+        if self.clocked or self.session.settings.overlap != "layerwise" or not self.session.alive:
             return False
         if not self._overlap.begin(explain=explain, after=after):
             return False
@@ -237,12 +245,13 @@ class Binding:
             options=options,
             step=step,
             coded_from=self._codes.first_step(options, step),
-            compression=self._compression,
+            compression=self.compression,
         )
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
         plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan
         assert plan is not None
+        self.mode = plan.mode
         self.memory.add(plan.shards)
         if self.early is not None:  # at most the whole plan waits for step() at one time
             self.session.node.arena.widen(sum(push_bytes(s, coded=False) for s in plan.shards))

@@ -49,6 +49,7 @@ class Codes:
             ConfigError: parameter groups differ in what holds for the whole call.
         """
         binding = self._binding
+        self._check_mode()
         if binding.optimizer_name != "OneBitAdam":
             return 0
         for key in ("freeze_step", "scale"):
@@ -71,6 +72,23 @@ class Codes:
             return 0
         fixed = options[0].get("freeze_step")
         return max(0, int(fixed) - done) if isinstance(fixed, int) else -1
+
+    def _check_mode(self) -> None:
+        """Refuse codes where workers have clocks of their own.
+
+        Raises:
+            ConfigError: a code is made for the value before, which is another on each worker there.
+        """
+        binding = self._binding
+        mode = binding.session.settings.mode
+        own = binding.optimizer_name in ("OneBitAdam", "DistributedLion")
+        if mode != "sync" and (own or binding.compression not in ("", "none")):
+            what = binding.optimizer_name if own else f"compression {binding.compression}"
+            raise ConfigError(
+                f"paradis.wrap refused: {what} with training.mode = {mode}; expected sync, because "
+                "a code leads from one version to the next, and workers hold different ones; "
+                "choose mode sync, or gradients in full"
+            )
 
     def _take_own(self) -> None:
         """Take what this worker's codes had left out from the checkpoint.

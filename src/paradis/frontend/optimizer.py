@@ -183,8 +183,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return error
 
     def _announce_clipping(self) -> None:
-        if self._announced_clip or len(self._bound.members()) == 1 or self._bound.early is not None:
-            return  # with early updates the step is refused, and says why
+        bound = self._bound
+        if self._announced_clip or len(bound.members()) == 1 or bound.clocked:
+            return
+        if bound.early is not None:  # the step is refused, and says why
+            return
         self._announced_clip = True
         self._bound.session.node.announce(
             "warning",
@@ -193,6 +196,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
             "mean gradient over all workers",
             once=True,
         )
+
+    def _announce_own_norm(self) -> None:
+        if not self._announced_clip and len(self._bound.members()) > 1:
+            self._announced_clip = True
+            self._bound.session.node.announce(
+                "warning",
+                "clip_grad_norm_ clips each worker's own gradient in mode "
+                f"{self._bound.mode}: there is no mean gradient, for each is an update by itself",
+                once=True,
+            )
 
     def _count(self, wait_s: float) -> None:
         counters = self._bound.session.node.counters
@@ -215,6 +228,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Call it on every worker between ``backward`` and ``step``. With one worker it is
         ``torch.nn.utils.clip_grad_norm_``. The factor is applied on the servers; ``.grad`` stays.
+        In ssp and async it clips this worker's own gradient, in place.
 
         Args:
             max_norm: bound of the norm.
@@ -228,7 +242,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         binding = self._bound
         if binding.early is not None:
             binding.early.refuse_clipping()
-        if len(binding.members()) == 1:
+        if len(binding.members()) == 1 or binding.clocked:
+            if binding.clocked:
+                self._announce_own_norm()
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         binding.finish()

@@ -17,12 +17,25 @@ NAMES: Final = {
     "steps": "steps finished (worker)",
     "wait_s": "seconds the script waited in step() (worker)",
     "updates": "shard updates applied (server)",
+    "staleness_sum": "staleness of all updates in ssp and async; by updates: its mean (server)",
+    "staleness_0": "updates that no other came before since their value was read (server)",
+    "staleness_1": "updates with a staleness of 1 (server)",
+    "staleness_2": "updates with a staleness of 2 or 3 (server)",
+    "staleness_4": "updates with a staleness of 4 to 7 (server)",
+    "staleness_8": "updates with a staleness of 8 to 15 (server)",
+    "staleness_16": "updates with a staleness of 16 or more (server)",
     "store_bytes_peak": "largest contribution store, bytes (server, rack agent)",
     "store_bytes_max": "its bound, from which pushers' credit is cut (server, rack agent)",
     "rss_bytes": "resident memory, bytes",
     "cpu_s": "processor seconds used since the start",
     "wall_s": "seconds since the start",
 }
+
+
+def staleness_counts(staleness: int) -> dict[str, float]:
+    """Return what one update adds to the counters of staleness."""
+    step = 0 if staleness < 1 else min(16, 1 << (staleness.bit_length() - 1))
+    return {"staleness_sum": staleness, f"staleness_{step}": 1}
 
 
 class Counters:

@@ -34,11 +34,16 @@ class Sum(Payload, frozen=True):
 
 
 class Sections(Payload, frozen=True):
-    """Value and optimizer state of a shard, in the order of ``keys``."""
+    """Value and optimizer state of a shard, in the order of ``keys``.
+
+    Attributes:
+        copied: the value may change before it is sent: send a copy of what it is now.
+    """
 
     group: int
     shard: int
     keys: tuple[str, ...] = ("value",)
+    copied: bool = False
 
 
 class Code(Payload, frozen=True):
@@ -209,6 +214,7 @@ class Apply(Effect, frozen=True):
         check: first look for NaN and infinity in the mean gradient; with any, change nothing.
         coded: the update travels as a code, so make that, too.
         measure: say how large Adam's bias-corrected v is afterwards.
+        staleness: in ``ssp`` and ``async``: updates since the worker read the value; -1 in sync.
     """
 
     group: int
@@ -220,6 +226,7 @@ class Apply(Effect, frozen=True):
     check: bool
     coded: bool = False
     measure: bool = False
+    staleness: int = -1
 
 
 class BeginCodes(Effect, frozen=True):

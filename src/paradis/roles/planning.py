@@ -105,4 +105,10 @@ def make_plan(
         optimizer=register.optimizer, options=register.options, shards=shards,
         step=register.step, restore="" if register.step else settings.restore,
         coded_from=register.coded_from,
+        mode=mode_of(settings), staleness=settings.staleness, scaling=settings.staleness_scaling,
     )  # fmt: skip
+
+
+def mode_of(settings: SharedSettings) -> str:
+    """Return the mode of a group: ``ssp`` in which nobody may be ahead is ``sync``."""
+    return "sync" if settings.mode == "ssp" and not settings.staleness else settings.mode

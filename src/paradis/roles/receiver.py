@@ -13,6 +13,7 @@ from paradis.core.tree import Tree, order, restrict
 from paradis.ids import LEADER, NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.stale_state import StaleGroup, StaleShard
 from paradis.roles.step_ahead import Ahead
 from paradis.roles.worker_state import push_bytes
 from paradis.wire import messages as msg
@@ -36,7 +37,7 @@ class HeldShard:
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
                  "sent", "members", "pending", "kept", "present", "whole",
-                 "early")  # fmt: skip
+                 "early", "stale")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -55,6 +56,7 @@ class HeldShard:
         self.present = b""
         self.whole: dict[int, None] = {}
         self.early: tuple[dict[int, int | None], msg.Options] | None = None
+        self.stale: StaleShard | None = None
 
     @property
     def passive(self) -> bool:
@@ -99,7 +101,7 @@ class HeldGroup:
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
                  "skipped", "gone", "unfinished", "coded_from", "norms_of_v", "ahead",
-                 "reordered")  # fmt: skip
+                 "reordered", "stale")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -123,6 +125,7 @@ class HeldGroup:
         self.norms_of_v: dict[int, dict[int, float]] = {}
         self.ahead = Ahead()
         self.reordered = -2
+        self.stale: StaleGroup | None = None
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""
@@ -531,6 +534,6 @@ class Receiver:
         """Assert the invariants; called after every event in tests and simulation."""
         for group, shard in self._by_shard.values():
             shard.collection.check()
-            assert shard.version >= group.step, (shard.version, group.step)
+            assert group.stale or shard.version >= group.step, (shard.version, group.step)
         for ledger in self._ledgers.values():
             ledger.check()

@@ -18,10 +18,11 @@ from paradis.roles import events as ev
 from paradis.roles import freezing, step_rules
 from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
 from paradis.roles.server_early import ServerEarly
+from paradis.roles.server_stale import StaleSteps
 from paradis.wire import messages as msg
 
 
-class ServerRole(ServerEarly):
+class ServerRole(ServerEarly, StaleSteps):
     """Pure state machine of one server.
 
     Args:
@@ -51,6 +52,8 @@ class ServerRole(ServerEarly):
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
         self._out = []
+        if self.handle_stale(event, now_ns):
+            return self._out
         match event:
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)
@@ -97,11 +100,11 @@ class ServerRole(ServerEarly):
 
     def _on_plan(self, plan: msg.Plan) -> None:
         mine = [s for s in plan.shards if s.server == self.node]
-        new = self.adopt_plan(plan, mine)
-        if new and plan.coded_from == plan.step:
-            self._out.append(fx.BeginCodes(plan.group, plan.options))
-        if new and plan.restore:
-            for shard in mine:
+        if self.adopt_plan(plan, mine):
+            self.open_stale(plan)
+            if plan.coded_from == plan.step:
+                self._out.append(fx.BeginCodes(plan.group, plan.options))
+            for shard in mine if plan.restore else ():
                 self._out.append(fx.Load(plan.group, shard.shard, 1, plan.restore))
         self._send(
             "dispatcher-0",
@@ -167,6 +170,9 @@ class ServerRole(ServerEarly):
     def _consider(self, group: HeldGroup) -> None:
         """Commits or members changed: judge the step when all are in, then go on with shards."""
         if self.view is None:
+            return
+        if group.stale is not None:
+            self.go_on_all(group)
             return
         if not group.verdict and self.everybody(group, group.commits) and group.commits:
             self._judge(group)

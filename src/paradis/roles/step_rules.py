@@ -136,3 +136,22 @@ def sync_timeout_text(node: str, group: HeldGroup, missing: Sequence[int], waite
         f"{waited_ns / 1e9:.1f} s for {who} (first shard {shard.plan.shard}: {name}, version "
         f"{shard.version}); it is alive but has not called step(): look at its log"
     )
+
+
+def bound_timeout_text(
+    node: str, group: int, waiting: tuple[int, int], slow: Sequence[int], bound: int, waited_ns: int
+) -> str:
+    """Return the ``Gradient sync timeout`` line of mode ssp: who waits for whom.
+
+    Args:
+        waiting: rank and step of the worker that waits.
+        slow: the workers that are more than ``bound`` steps behind it.
+    """
+    rank, step = waiting
+    who = ", ".join(f"worker {r}" for r in slow)
+    return (
+        f"Gradient sync timeout: worker {rank} has finished step {step} of group {group} on "
+        f"{node} and has waited {waited_ns / 1e9:.1f} s for {who}, which training.staleness = "
+        f"{bound} lets it leave no further behind; it is "
+        "alive but has not called step(): look at its log"
+    )

@@ -159,12 +159,14 @@ class WorkerRole(WorkerEarly):
             return
         group.parts = plan.part + 1
         group.step = plan.step
-        agent = self._agent()
+        group.clocked = plan.mode != "sync"
+        agent = "" if group.clocked else self._agent()
         if not plan.part:
             group.coded_from = plan.coded_from
         for shard in plan.shards:
             through = agent and not shard.is_buffer and not shard.codec
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
+            group.shards[shard.shard].version = plan.step
         group.resize()
         self._out.append(fx.Complete(plan.group, "plan", plan.step, plan=plan))
 

@@ -247,8 +247,9 @@ class WorkerPushes:
         assert shard.ready, f"shard {shard.plan.shard} has no gradient in step {group.step}"
         shard.sent = True
         push = msg.Push(
-            **self._head(group), shard=shard.plan.shard, step=group.step, version=group.step,
-            revision=shard.revision, codec=NUMBERS[shard.plan.codec] if group.coded else 0,
+            **self._head(group), shard=shard.plan.shard, step=group.step,
+            version=shard.version if group.clocked else group.step, revision=shard.revision,
+            codec=NUMBERS[shard.plan.codec] if group.coded else 0,
             sequence=int(shard.whole and not shard.revision),
         )  # fmt: skip
         self._send(target, push, fx.Gradient(group.index, shard.plan.shard))

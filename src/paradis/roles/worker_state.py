@@ -59,9 +59,10 @@ class Shard:
         detour: goes through the lane in this step, for the window has passed its place.
         assign: values to send to the server: keys, dtypes, scalars.
         next_priority: place in admission order from the next step on, -1: as it is.
+        version: in a group with clocks: the number of updates in the value that we have.
     """
 
-    __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
+    __slots__ = ("version", "plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
                  "revision", "present", "assign", "nbytes", "next_priority", "whole")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
@@ -70,6 +71,7 @@ class Shard:
         self.nbytes = push_bytes(plan, coded=False)
         self.assign: Assignment | None = None
         self.next_priority = -1
+        self.version = 0
         self.reset()
 
     def reset(self) -> None:
@@ -108,6 +110,8 @@ class Group:
         early: shard -> update and lease of those that wait for ``step()``.
         missed: shards whose early update may be lost; it is asked for after the commit.
         confirming: servers that have not said that the step is confirmed.
+        clocked: each worker has its own clock (modes ``ssp`` and ``async``): a step is answered
+            with whatever version its shards have then.
     """
 
     index: int
@@ -124,6 +128,7 @@ class Group:
     norm_round: int = 0
     pull_round: int = 0
     state_round: int = 0
+    clocked: bool = False
     snapshot: CheckpointInfo | None = None
     copies: dict[str, int] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)

@@ -99,8 +99,9 @@ class WorkerValues(WorkerPushes):
                 ))  # fmt: skip
 
     def wants(
-        self, group_index: int, shard_id: int, version: int, sequence: int | None = None
-    ) -> bool:
+        self, group_index: int, shard_id: int, version: int, sequence: int | None = None,
+        step: int | None = None,
+    ) -> bool:  # fmt: skip
         """Return whether an update would be installed (asked before it is received).
 
         Args:
@@ -109,6 +110,8 @@ class WorkerValues(WorkerPushes):
                 itself, None if the caller does not care. Within a step any update of the next
                 version will do; a pull outside of one takes only its own answer, for the value may
                 have been assigned anew at the same version.
+            step: of the update. Where each worker has its own clock it tells whose step is
+                answered; there the version may be any that is not older than ours.
         """
         group = self.groups.get(group_index)
         if group is None:
@@ -117,6 +120,10 @@ class WorkerValues(WorkerPushes):
             return shard_id in group.shards and shard_id not in group.early
         if shard_id not in group.waiting:
             return False
+        if group.clocked:
+            answers = group.committed and step in (None, group.step) and sequence in (None, 0)
+            asked = not group.committed and sequence in (None, group.pull_round)
+            return (answers or asked) and version >= group.shards[shard_id].version
         if group.committed:
             return version == group.step + 1
         return version == group.step and sequence in (None, group.pull_round)
@@ -132,7 +139,7 @@ class WorkerValues(WorkerPushes):
         return version == group.step + 1 and not group.committed
 
     def _on_update(self, group: Group, update: msg.Update, event: ev.Received) -> None:
-        wanted = self.wants(group.index, update.shard, update.version, update.sequence)
+        wanted = self.wants(group.index, update.shard, update.version, update.sequence, update.step)
         if not wanted or (not update.unchanged and not event.lease):
             self._release(event)
             if wanted:
@@ -147,6 +154,7 @@ class WorkerValues(WorkerPushes):
         else:
             self._out.append(self._install(group, update, event.lease))
         group.waiting.pop(update.shard)
+        group.shards[update.shard].version = update.version
         if not group.committed:
             if not group.waiting:
                 self._out.append(fx.Complete(group.index, "pull", group.step))
@@ -205,7 +213,8 @@ class WorkerValues(WorkerPushes):
                 ))  # fmt: skip
 
     def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:
-        expected = (group.step, group.state_round)
+        version = state.version if group.clocked else group.step
+        expected = (version, group.state_round)
         if state.shard not in group.state_waiting or not event.lease or expected != (
             state.version, state.sequence,
         ):  # fmt: skip

@@ -76,7 +76,7 @@ class WorkerNode(Node):
         _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
-        if held is None or not self.worker_role.wants(group, shard, version, asked):
+        if held is None or not self.worker_role.wants(group, shard, version, asked, step):
             return self.arena.scratch(header.payload_bytes)
         if codec:
             return self._place_code(held, peer, header)
@@ -91,7 +91,8 @@ class WorkerNode(Node):
             if shard in self._receiving:
                 return self.arena.scratch(header.payload_bytes)
             self._receiving[shard] = peer
-        if self.tracer is not None and version == step + 1:  # else a pull outside of steps
+        # A pull outside of steps is no span.
+        if self.tracer is not None and (version == step + 1 or self._clocked(group, asked)):
             self.tracer.receiving(peer, group, shard, step)
         return Placed(-1 - shard, tuple(held.value))
 
@@ -103,6 +104,10 @@ class WorkerNode(Node):
         if self.tracer is not None:
             self.tracer.receiving(peer, header.fields[1], shard, header.fields[4])
         return self.arena.place(nbytes)
+
+    def _clocked(self, group: int, asked: int) -> bool:
+        """Whether an update answers a step of a group in which each worker has its own clock."""
+        return not asked and self.worker_role.groups[group].clocked
 
     def abandon(self, placed: Placed) -> None:
         """Take back memory whose payload is not delivered; another copy may be received then."""

@@ -331,6 +331,9 @@ class Checkers:
         demand(same_bits(before, value), self, f"{worker.node} applies a code of shard {shard} to "
                f"{value.tolist()[:6]}, made for {before.tolist()[:6]}")  # fmt: skip
 
+    def keeping(self, worker: SimWorker, effect: fx.Keep) -> None:
+        """A worker keeps its value, which is the next one, too."""
+
     def value(self, worker: SimWorker, shard: int, version: int, value: torch.Tensor) -> None:
         """A script goes on with this value."""
         self._exact.value(worker.node, shard, version, value)

@@ -26,6 +26,7 @@ from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.stale_checks import StaleCheckers
 from paradis.sim.worker import SimWorker, register_worker
 from paradis.sim.workloads import Reference, Workload
 from paradis.wire import messages as msg
@@ -82,7 +83,7 @@ class Simulation:
         self.network = Network(job, self.source)
         self.workload = Workload(job)
         self.reference = Reference()
-        self.checkers = Checkers(self)
+        self.checkers = Checkers(self) if job.mode == "sync" else StaleCheckers(self)
         self.now = 0
         self.events = 0
         self.failures: list[str] = []
@@ -100,7 +101,10 @@ class Simulation:
     def _build(self) -> None:
         job = self.job
         compression = "bf16" if job.coded else "none"
-        settings = replace(SETTINGS, early_update=job.early, compression=compression)
+        settings = replace(
+            SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
+            early_update=job.early, compression=compression,
+        )  # fmt: skip
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
             settings=settings, shared=asdict(settings), tree=job.tree,

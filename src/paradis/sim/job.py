@@ -106,6 +106,7 @@ class Job:
             travel so from the beginning.
         freeze_at_ns: when each worker hears of it.
         early: servers may update before the workers have committed.
+        mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -129,6 +130,9 @@ class Job:
     coded: bool = False
     freeze: int = -1
     freeze_at_ns: tuple[int, ...] = ()
+    mode: str = "sync"
+    staleness: int = 1
+    scaling: bool = False
     liveness_ns: int = 20_000 * MS
 
     @property

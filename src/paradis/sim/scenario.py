@@ -19,6 +19,9 @@ from paradis.sim.job import MS, Fault, Habits, Job, Model, Weather
 
 WORKLOADS = ("counting", "floats")
 
+MODES = ("ssp", "async")
+"""Workloads in which workers do not wait for each other, counting or with floats by seed."""
+
 _SIZES = (1, 3, 8, 20, 33, 40)
 
 
@@ -27,8 +30,10 @@ def scenario(seed: int, workload: str) -> Job:
 
     Args:
         seed: any number of at least 0.
-        workload: ``counting`` or ``floats``.
+        workload: ``counting``, ``floats``, ``ssp`` or ``async``.
     """
+    if workload in MODES:
+        return _stale(seed, workload)
     source = random.Random(seed * 2 + WORKLOADS.index(workload))
     racks_count = source.choice((0, 0, 2))
     workers = source.randint(2, 4) if racks_count else source.randint(1, 4)
@@ -76,6 +81,19 @@ def _coded(source: random.Random, workers: int, steps: int) -> dict[str, Any]:
         return {"coded": coded}
     when = tuple(int(source.random() * 20 * MS) for _ in range(workers))
     return {"coded": True, "freeze": source.randint(0, steps), "freeze_at_ns": when}
+
+
+def _stale(seed: int, mode: str) -> Job:
+    """Return a job without what needs all workers alike, with workers of very different speed."""
+    source = random.Random(f"{mode} {seed}")
+    job = scenario(seed, source.choice(WORKLOADS))
+    slow = {f"worker-{r}": source.choice((1.0, 3.0, 10.0, 40.0)) for r in range(job.workers)}
+    return replace(
+        job, mode=mode, staleness=source.choice((1, 1, 2, 3)), slow=slow,
+        scaling=mode == "async" and source.random() < 0.5,
+        habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
+        early=False, coded=False, freeze=-1, freeze_at_ns=(),
+    )  # fmt: skip
 
 
 def _models(source: random.Random) -> tuple[Model, ...]:
@@ -183,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the trace of one seed and how it ended."""
     parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
-    parser.add_argument("--workload", choices=WORKLOADS, default="counting")
+    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES), default="counting")
     parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
     options = parser.parse_args(arguments)
     out = sys.stdout

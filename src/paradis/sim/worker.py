@@ -57,7 +57,7 @@ class SimWorker(SimNode):
             case fx.Copy():
                 self._copy(effect)
             case fx.Keep():
-                pass  # the value is what it was
+                self.sim.checkers.keeping(self, effect)
             case fx.Install():
                 data = self.memory.leases[effect.lease].data
                 value = self.script.tensors[effect.group].values[effect.shard]

@@ -51,6 +51,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         layouts: strides, in elements, of the parameters that are not contiguous: pieces follow
             a parameter's memory order.
         aliases: further name of a tied parameter -> name it is stored under.
+        mode: ``sync``: all of one step; ``ssp``, ``async``: ``step`` is worker 0's, and each shard
+            is whole, but they hold different steps of the others.
     """
 
     format: int = FORMAT
@@ -66,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pieces: tuple[Piece, ...]
     layouts: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
+    mode: str = "sync"
 
 
 # ------------------------------------------------------------------------------------- directories

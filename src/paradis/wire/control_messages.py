@@ -91,6 +91,9 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         restore: directory of the checkpoint the servers load from, or empty.
         coded_from: first step that travels as codes where a shard has a codec; -1: told later.
         restored: what the checkpoint says of groups: options to take over, and step.
+        mode: ``sync``; or ``ssp``, ``async``, where each worker's gradient is an update by itself.
+        staleness: of ``ssp``: how many steps a worker may be ahead of the slowest, at least 1.
+        scaling: the learning rate of an update is divided by its staleness.
     """
 
     generation: int
@@ -104,6 +107,9 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     step: int
     restore: str = ""
     coded_from: int = -1
+    mode: str = "sync"
+    staleness: int = 0
+    scaling: bool = False
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):
