@@ -200,11 +200,11 @@ class TrainingConfig:
         choices="sync",
     )
     overlap: str = key(
-        "none",
+        "layerwise",
         WORD,
-        "What may run before an update is in. none: step() returns with the new parameters. "
-        "layerwise: at once; whoever reads a parameter waits for that one. The same bits.",
-        choices="none layerwise",
+        "What may run before an update is in. layerwise: step() returns at once, and whoever reads "
+        "a parameter waits for that one: less waiting, the same bits. none: step() waits for all.",
+        choices="layerwise none",
         shared="overlap",
     )
     on_early_finish: str = key(

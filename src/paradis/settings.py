@@ -27,7 +27,7 @@ class SharedSettings:
         payload_checksum: ``auto`` (on for tcp to another host), ``on`` or ``off``.
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
-        overlap: ``none`` or ``layerwise``.
+        overlap: ``layerwise`` or ``none``.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
@@ -51,7 +51,7 @@ class SharedSettings:
     socket_buffer_bytes: int = 4 << 20
     same_host: str = "unix"
     rack_aggregation: str = "auto"
-    overlap: str = "none"
+    overlap: str = "layerwise"
     on_early_finish: str = "continue"
     detect_value_changes: bool = True
     debug_gradients: bool = False

@@ -14,6 +14,7 @@ from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
 from paradis.frontend.overlap import After, Explain, Overlap
+from paradis.frontend.reach import reachable_values
 from paradis.frontend.session import Session
 from paradis.frontend.step_clock import StepClock
 from paradis.frontend.watch import ModelWatch
@@ -52,6 +53,7 @@ class Binding:
         self._parts = 0
         self._order_told = False
         self._begun = 0
+        self._told_waiting = False
         self._named: list[Named] = []
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
@@ -128,6 +130,11 @@ class Binding:
         self.session.node.forget(self.group, what)
         self.session.node.post(event)
 
+    @property
+    def on_its_way(self) -> bool:
+        """Whether a step is on its way."""
+        return self._overlap.pending
+
     def send_off(self, event: ev.StepClosed, *, explain: Explain, after: After) -> bool:
         """Commit a step and leave it on its way, where overlap is on and possible.
 
@@ -140,11 +147,28 @@ class Binding:
         """
         if self.session.settings.overlap != "layerwise" or not self.session.alive:
             return False
-        if not self._overlap.begin(explain=explain, after=after):
+        reachable = {*reachable_values(self.memory.tensors), *self.collector.reachable()}
+        refused = self._overlap.begin(explain=explain, after=after)
+        if refused:
+            self._announce_waiting(f"step() waits for all updates: {refused}")
             return False
         self._begun = self._step + 1
         self._post("step", event)
+        trained = sorted(i for i in reachable if self._named[i].spec.options_group >= 0)
+        if trained:
+            self._announce_waiting(
+                f"step() waits for the update of {self.memory.tensors[trained[0]].name}: something "
+                "else holds its memory, or its gradient's (p.data, p.grad, a state_dict, a view "
+                "kept from before), and could use it unseen; let go of it"
+            )
+            self._overlap.wait_for(trained)
         return True
+
+    def _announce_waiting(self, text: str) -> None:
+        """Say once why there is less overlap than there could be."""
+        if not self._told_waiting:
+            self._told_waiting = True
+            self.session.node.announce("info", text)
 
     def finish(self) -> None:
         """Wait for the step that is on its way, if there is one.

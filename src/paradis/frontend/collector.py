@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from paradis.errors import ConfigError, StateError
+from paradis.frontend.reach import reachable_gradients
 from paradis.frontend.step_clock import StepClock
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
@@ -267,6 +268,10 @@ class Collector:
         """Count the steps in which most of what was pushed during backward was void."""
         if revised * 2 > len(self._memory.shards):
             self._revised_steps += 1
+
+    def reachable(self) -> list[int]:
+        """Return the parameters whose gradients something else could write; call after `close`."""
+        return reachable_gradients((i, h) for i, h in enumerate(self._handed) if h is not None)
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""

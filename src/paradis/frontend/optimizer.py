@@ -74,14 +74,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if order:
             commit = msgspec.structs.replace(commit, order=order)
         closed = ev.StepClosed(binding.group, commit, present, revised)
-        if grad_scaler is not None or not binding.send_off(
-            closed, explain=self._explain, after=self._finished
-        ):
+        # A checkpoint is of this moment: what follows may change rates and buffers.
+        here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
+        if here or not binding.send_off(closed, explain=self._explain, after=self._count):
             done, wait_s = self._ask_and_wait(closed)
             if done.found_inf and scaler_state is not None:
                 for found in scaler_state["found_inf_per_device"].values():
                     found.fill_(1.0)
-            self._finished(wait_s)
+            self._count(wait_s)
+            if self._save_is_due(self.steps_done):
+                self.save_checkpoint()
         if clock is not None:
             clock.returned()
         self._clip = 1.0
@@ -97,11 +99,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
             if clock is not None:
                 clock.waited(start_ns)
         return done, (time.monotonic_ns() - start_ns) / 1e9
-
-    def _finished(self, wait_s: float) -> None:
-        """The parameters have this step's values."""
-        self._count(wait_s)
-        self._save_on_schedule()
 
     def wait(self) -> None:
         """Return when the parameters have the values of the last ``step()``.
@@ -291,16 +288,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         return self._bound.save(self._options(), extra or {}, wait=wait)
 
-    def _save_on_schedule(self) -> None:
+    def _save_is_due(self, step: int) -> bool:
         every = self._bound.session.settings.checkpoint_every_steps
-        if every and self.steps_done % every == 0:
-            self.save_checkpoint()
+        return every > 0 and step % every == 0
 
     # --------------------------------------------------------------- counters
 
     def metrics(self) -> dict[str, float]:
         """Return this worker's counters since the start (bytes, seconds, steps)."""
-        return self._bound.session.node.counters.snapshot()
+        counters = self._bound.session.node.counters.snapshot()
+        if self._bound.on_its_way:
+            counters["steps"] = counters.get("steps", 0.0) + 1.0
+        return counters
 
     def __repr__(self) -> str:
         return f"paradis.WrappedOptimizer({self._inner_name}, groups={len(self.param_groups)})"

@@ -156,12 +156,17 @@ class Session:
 
     def _watch_exit(self) -> None:
         atexit.register(self._close_at_exit)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(before=self._before_fork, after_in_child=self._forked)
 
     @property
     def forked(self) -> bool:
         """Whether this is a forked child of the process that joined."""
         return os.getpid() != self._pid
+
+    def _before_fork(self) -> None:
+        """A child finds finished values; an error of the step is raised where the script waits."""
+        if self.alive:
+            self._finish_steps()
 
     def _forked(self) -> None:
         self._closed = True
