@@ -3,7 +3,6 @@
 As in `test_overlap`, no update is installed while nobody waits: what reads a parameter unseen would
 find the value before.
 """
-# ruff: noqa: F811 - fixtures are imported, and named as arguments
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 ``torch.tensor(p)``, the transforms of ``torch.func``, DLPack and collectives hand a parameter to
 C++ and ask no ``__torch_function__``. While a step is on its way each of these names means a
 function that first waits for the held tensors among its arguments; afterwards it means what it did.
-TorchScript looks at names and at memory alike: before it compiles, the whole step is finished.
+Compilers look at names, hooks and memory alike: before them the whole step is finished.
 
 What is left is code that holds such a function from before, and extensions of the script's own.
 """
@@ -27,7 +27,7 @@ _READERS = {
     "all_to_all_single broadcast gather irecv isend recv reduce reduce_scatter "
     "reduce_scatter_tensor scatter send",
 }
-_COMPILERS = {"torch.jit": "script trace trace_module"}
+_COMPILERS = {"torch": "compile", "torch.jit": "script trace trace_module"}
 
 
 class UnseenCalls:
