@@ -66,6 +66,12 @@ COMBINATIONS: Final = (
         overlap="layerwise",
         promise="the same bits; updates come in while the script goes on",
     ),
+    Combination(
+        mode="sync",
+        compression="none",
+        overlap="double_buffer",
+        promise="after a warm-up each gradient is one step late; all workers have the same bits",
+    ),
 )
 """Whatever is not in this table is refused."""
 

@@ -27,7 +27,8 @@ class SharedSettings:
         payload_checksum: ``auto`` (on for tcp to another host), ``on`` or ``off``.
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
-        overlap: ``layerwise`` or ``none``.
+        overlap: ``layerwise``, ``none`` or ``double_buffer``.
+        delay_warmup_steps: steps before ``double_buffer`` begins.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
@@ -52,6 +53,7 @@ class SharedSettings:
     same_host: str = "unix"
     rack_aggregation: str = "auto"
     overlap: str = "layerwise"
+    delay_warmup_steps: int = 1000
     on_early_finish: str = "continue"
     detect_value_changes: bool = True
     debug_gradients: bool = False

@@ -12,9 +12,9 @@ import torch
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.frontend import restoring
 from paradis.frontend.collector import Collector
+from paradis.frontend.flight import Flight
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
-from paradis.frontend.overlap import After, Explain, Overlap
-from paradis.frontend.reach import reachable_values
+from paradis.frontend.overlap import After, Explain
 from paradis.frontend.session import Session
 from paradis.frontend.step_clock import StepClock
 from paradis.frontend.watch import ModelWatch
@@ -53,7 +53,6 @@ class Binding:
         self._parts = 0
         self._order_told = False
         self._begun = 0
-        self._told_waiting = False
         self._named: list[Named] = []
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
@@ -61,16 +60,20 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
-        self._overlap = Overlap(session.node, self.group, self.memory, timeout_s=self._timeout_s)
-        self.collector = Collector(
-            self.memory, self._ready, self.finish, debug=session.settings.debug_gradients
+        self.flight = Flight(
+            session.node, session.settings, self.group, self.memory, timeout_s=self._timeout_s
         )
+        self.collector = Collector(
+            self.memory, self._ready, self.settle, late=self._delays,
+            debug=session.settings.debug_gradients,
+        )  # fmt: skip
         tracer = session.node.tracer
         if tracer is not None:
             clock = StepClock(
                 tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
             )
-            self.collector.clock = self._overlap.clock = clock
+            self.collector.clock = clock
+            self.flight.record(clock)
 
     @property
     def steps_done(self) -> int:
@@ -107,12 +110,12 @@ class Binding:
         explain: Callable[[ParadisError], ParadisError] | None = None,
         timeout_s: float | None = None,
     ) -> Complete:
-        """Post an event and wait for its completion; a step on its way is finished first.
+        """Post an event and wait for its completion, once the servers have finished the step.
 
         Raises:
             ParadisError: it failed, was refused, or did not come in time.
         """
-        self.finish()
+        self.flight.arrive()
         self._post(what, event)
         try:
             limit = timeout_s or self._timeout_s
@@ -130,11 +133,6 @@ class Binding:
         self.session.node.forget(self.group, what)
         self.session.node.post(event)
 
-    @property
-    def on_its_way(self) -> bool:
-        """Whether a step is on its way."""
-        return self._overlap.pending
-
     def send_off(self, event: ev.StepClosed, *, explain: Explain, after: After) -> bool:
         """Commit a step and leave it on its way, where overlap is on and possible.
 
@@ -145,38 +143,43 @@ class Binding:
         Returns:
             Whether it is on its way; False: nothing has been done.
         """
-        if self.session.settings.overlap != "layerwise" or not self.session.alive:
-            return False
-        reachable = {*reachable_values(self.memory.tensors), *self.collector.reachable()}
-        refused = self._overlap.begin(explain=explain, after=after)
-        if refused:
-            self._announce_waiting(f"step() waits for all updates: {refused}")
-            return False
-        self._begun = self._step + 1
-        self._post("step", event)
-        trained = sorted(i for i in reachable if self._named[i].spec.options_group >= 0)
-        if trained:
-            self._announce_waiting(
-                f"step() waits for the update of {self.memory.tensors[trained[0]].name}: something "
-                "else holds its memory, or its gradient's (p.data, p.grad, a state_dict, a view "
-                "kept from before), and could use it unseen; let go of it"
-            )
-            self._overlap.wait_for(trained)
-        return True
 
-    def _announce_waiting(self, text: str) -> None:
-        """Say once why there is less overlap than there could be."""
-        if not self._told_waiting:
-            self._told_waiting = True
-            self.session.node.announce("info", text)
+        def post() -> None:
+            self._begun = self._step + 1
+            self._post("step", event)
+
+        step = self.steps_done
+        return self.session.alive and self.flight.send_off(
+            post, self.collector, step, explain=explain, after=after
+        )
+
+    def _delays(self) -> bool:
+        """Whether the gradient of the step in progress is handed over late."""
+        return self.flight.delays(self.steps_done)
 
     def finish(self) -> None:
-        """Wait for the step that is on its way, if there is one.
+        """Wait for the step that is on its way, and bring a late one into the parameters.
 
         Raises:
             ParadisError: it failed.
         """
-        self._overlap.finish()
+        self.flight.finish()
+
+    def end(self) -> None:
+        """Wait for the step that is on its way: the session ends.
+
+        Raises:
+            ParadisError: it failed.
+        """
+        self.flight.end()
+
+    def settle(self) -> None:
+        """Wait for a step that writes into the parameters while the script runs.
+
+        Raises:
+            ParadisError: it failed.
+        """
+        self.flight.settle()
 
     # ------------------------------------------------------------ registering
 
@@ -311,7 +314,7 @@ class Binding:
 
     def detach(self) -> None:
         """Let go of the tensors and remove the hooks: the session is over, or this is a fork."""
-        self._overlap.drop()
+        self.flight.drop()
         self.collector.detach()
 
     def _follow_buffers(self, shards: Sequence[int]) -> None:
@@ -341,6 +344,7 @@ class Binding:
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
     ) -> str | None:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
+        self.flight.catch_up()  # on every worker, for all must compute with the same values
         if self.session.rank != 0:
             return None
         self.finish()

@@ -63,16 +63,23 @@ class WrappedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding = self._bound
+        late = binding.flight.late
+        if grad_scaler is not None:
+            binding.flight.check_scaler()
         binding.finish()
         binding.check()
         clock = binding.collector.clock
         if clock is not None:
             clock.called()
         overflow, scaler_state = self._unscale(grad_scaler)
-        commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
+        commit, present, revised = self._close(
+            overflow, scaled=grad_scaler is not None, unchanged=late
+        )
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
+        if late:
+            commit = msgspec.structs.replace(commit, delay=1)
         closed = ev.StepClosed(binding.group, commit, present, revised)
         # A checkpoint is of this moment: what follows may change rates and buffers.
         here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
@@ -103,9 +110,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def wait(self) -> None:
         """Return when the parameters have the values of the last ``step()``.
 
-        Only needed with overlap ``layerwise`` before something reads a parameter's memory behind
-        torch's back, as an extension does that got a pointer earlier: everything else waits by
-        itself.
+        With overlap ``layerwise`` it is only needed before something reads a parameter's memory
+        behind torch's back, as an extension does that got a pointer earlier: everything else waits
+        by itself. With ``double_buffer`` it brings the late step in: call it on every worker, at
+        the end, or before the script changes parameters.
 
         Raises:
             ParadisError: that step failed.
@@ -123,9 +131,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return binding
 
     def _close(
-        self, overflow: bool, *, scaled: bool
+        self, overflow: bool, *, scaled: bool, unchanged: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
-        """Return what the step decided, and which shards have gradients, and which changed."""
+        """Return what the step decided, and which shards have gradients, and which changed.
+
+        Args:
+            overflow: the GradScaler found one.
+            scaled: there is a GradScaler.
+            unchanged: the values are known to be as installed.
+        """
         collector = self._bound.collector
         # A GradScaler unscales in place without a version bump: what was pushed before is void.
         bits, present, revised = collector.close(all_changed=scaled and not collector.deferred)
@@ -137,7 +151,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             options=self._options(),
             found_inf=overflow,
             clip=self._clip,
-            changed=self._bound.memory.changed(),
+            changed={} if unchanged else self._bound.memory.changed(),
         )
         return commit, present, revised
 
@@ -216,7 +230,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if len(binding.members()) == 1:
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        binding.finish()
+        binding.flight.arrive()
         binding.check()
         commit, present, revised = self._close(False, scaled=False)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
@@ -232,7 +246,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         dropped by this method, or its factor counts for the next step.
         """
         if not set_to_none:
-            self._bound.finish()  # the gradients' memory may still be on its way out
+            self._bound.settle()  # the gradients' memory may still be on its way out
         super().zero_grad(set_to_none)
         self._clip = 1.0
 
@@ -243,13 +257,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._bound.extend(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's ``state_dict``, with the optimizer state fetched from the servers."""
+        """Return torch's ``state_dict``, with the optimizer state fetched from the servers.
+
+        With overlap ``double_buffer`` it brings the late step into the parameters: call it on every
+        worker.
+        """
+        self._bound.finish()
         if self._loaded_at != self.steps_done:  # else the servers may not have worker 0's yet
             state_transfer.fetch(self._bound, self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load options and state, and give worker 0's to the servers; call it on every worker."""
+        self._bound.finish()
         super().load_state_dict(state_dict)
         if self._bound.first:
             state_transfer.give(self._bound, self)
@@ -297,7 +317,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Return this worker's counters since the start (bytes, seconds, steps)."""
         counters = self._bound.session.node.counters.snapshot()
-        if self._bound.on_its_way:
+        if self._bound.flight.pending:
             counters["steps"] = counters.get("steps", 0.0) + 1.0
         return counters
 

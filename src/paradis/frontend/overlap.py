@@ -101,6 +101,11 @@ class Overlap:
             raise
         return ""
 
+    @property
+    def trained(self) -> frozenset[int]:
+        """The parameters that a step waits for."""
+        return frozenset(self._waits)
+
     def wait_for(self, indices: Iterable[int]) -> None:
         """Wait for some parameters of the step that is on its way.
 

@@ -38,6 +38,7 @@ class BoundTensor:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.stride = tensor.stride()
+        self._aside: torch.Tensor | None = None
         self.bind()
 
     def bind(self) -> None:
@@ -62,6 +63,20 @@ class BoundTensor:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 value = self.flat.view(self.shape) if self.flat.numel() else self.flat
                 self.tensor.copy_(value.reshape(self.shape))
+
+    def set_aside(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in memory that backward does not write, until the next call.
+
+        Args:
+            flat: as `gradient` returned it; if it is a copy already, it is returned itself.
+        """
+        grad = self.tensor.grad
+        assert grad is not None
+        if flat.untyped_storage()._cdata != grad.untyped_storage()._cdata:
+            return flat
+        if self._aside is None or self._aside.shape != flat.shape:
+            self._aside = torch.empty_like(flat)
+        return self._aside.copy_(flat)
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient, (numel,) in the value's memory order; a view where possible.
@@ -105,6 +120,8 @@ class ShardMemory:
         gradient: byte views of the gradient handed over, in order.
         digests: xxh3_64 of each segment's value as last installed.
         state: optimizer state sections to send along with the value: key -> bytes.
+        landing: memory for a value that is not to be seen yet, or None where there is none.
+        landed: it holds the next value.
     """
 
     plan: ShardPlan
@@ -114,6 +131,8 @@ class ShardMemory:
     digests: list[int]
     state: dict[str, memoryview]
     staged: bool = False
+    landing: memoryview | None = None
+    landed: bool = False
 
     def bind(self) -> None:
         """Make the value's views anew from the tensors' memory."""
@@ -187,6 +206,7 @@ class GroupMemory:
 
     Attributes:
         on_arrived: called with every shard that has its next value, changed or not.
+        landing: values land beside the parameters, which the script reads meanwhile.
     """
 
     def __init__(self, *, detect_changes: bool) -> None:
@@ -196,6 +216,7 @@ class GroupMemory:
         self._zeros = memoryview(bytearray(64))
         self._last: tuple[torch.Tensor, memoryview] | None = None
         self.on_arrived: Callable[[int], None] | None = None
+        self.landing = False
 
     def add(self, shards: tuple[ShardPlan, ...]) -> None:
         """Add the shards of a plan; their tensors are in ``tensors`` already."""
@@ -231,9 +252,48 @@ class GroupMemory:
         ]
         memory.gradient = memory.assemble(sources, size)
 
-    def installed(self, shard: int) -> None:
-        """A shard's new value is in place."""
+    def land(self) -> None:
+        """Receive the next values of all trained shards beside the parameters."""
+        for memory in self.shards.values():
+            if memory.landing is None and not memory.plan.is_buffer:
+                memory.landing = memoryview(bytearray(sum(map(len, memory.value))))
+            memory.landed = False
+        self.landing = True
+
+    def receiving(self, shard: int) -> list[memoryview]:
+        """Return the memory that a shard's next value is received into."""
         memory = self.shards[shard]
+        if self.landing and memory.landing is not None:
+            return [memory.landing]
+        return memory.value
+
+    def take_landed(self) -> None:
+        """Bring what has landed into the parameters, on the script's thread."""
+        self.landing = False
+        for shard, memory in self.shards.items():
+            if memory.landed:
+                assert memory.landing is not None
+                memory.fill(memory.landing)
+                memory.landed = False
+                self.installed(shard)
+
+    def stop_landing(self) -> None:
+        """Receive into the parameters again; what has landed is dropped."""
+        self.landing = False
+
+    def name_of_change(self, shard: int, digests: list[int]) -> str:
+        """Return the name of the first parameter whose value the script changed in a shard."""
+        memory = self.shards[shard]
+        pairs = zip(memory.tensors, digests, memory.digests, strict=True)
+        return next((t.name for t, now, before in pairs if now != before), memory.tensors[0].name)
+
+    def installed(self, shard: int) -> None:
+        """A shard's new value has been received."""
+        memory = self.shards[shard]
+        if self.landing and memory.landing is not None:
+            memory.landed = True
+            self.arrived(shard)
+            return
         memory.installed()
         if self.detect_changes:
             memory.digests = memory.digest()

@@ -68,18 +68,20 @@ class WorkerNode(Node):
             return self.arena.place(header.payload_bytes)
         _, group, shard, _, step, version, _, _, asked, _ = header.fields
         memory = self.memory.get(group)
-        held = memory.shards.get(shard) if memory is not None else None
-        if held is None or not self.worker_role.wants(group, shard, version, asked):
+        if memory is None or shard not in memory.shards:
+            return self.arena.scratch(header.payload_bytes)
+        if not self.worker_role.wants(group, shard, version, asked):
             return self.arena.scratch(header.payload_bytes)
         with self._changed:
             if shard in self._receiving:
                 return self.arena.scratch(header.payload_bytes)
-            if sum(len(v) for v in held.value) != header.payload_bytes:
+            views = memory.receiving(shard)
+            if sum(map(len, views)) != header.payload_bytes:
                 return self.arena.scratch(header.payload_bytes)
             self._receiving[shard] = peer
         if self.tracer is not None and version == step + 1:  # else a pull outside of steps
             self.tracer.receiving(peer, group, shard, step)
-        return Placed(-1 - shard, tuple(held.value))
+        return Placed(-1 - shard, tuple(views))
 
     def abandon(self, placed: Placed) -> None:
         """Take back memory whose payload is not delivered; another copy may be received then."""
@@ -130,7 +132,10 @@ class WorkerNode(Node):
         memory = self.memory[effect.group]
         nbytes = sum(len(v) for v in memory.shards[effect.shard].value)
         if effect.lease > 0:
-            memory.shards[effect.shard].fill(self.arena.bytes_of(effect.lease).numpy().data)
+            start, data = 0, self.arena.bytes_of(effect.lease).numpy().data
+            for view in memory.receiving(effect.shard):
+                view[:] = data[start : start + len(view)]
+                start += len(view)
             self.arena.release(effect.lease)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
