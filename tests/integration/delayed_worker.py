@@ -1,10 +1,10 @@
 """A training script with late gradients on several workers, and its twin in plain PyTorch.
 
-    delayed_worker.py OUT [unlike]
+    delayed_worker.py OUT [unlike|uneven]
 
 Writes OUT/<rank>.pt: the parameters after each step and in the end. Rank 0 also computes the twin,
 from every rank's gradients, and writes OUT/twin.pt. With ``unlike`` rank 0 alone waits for the late
-step.
+step, with ``uneven`` rank 1 has a batch less.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def values(model: nn.Module) -> Bits:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def train(out: Path, *, unlike: bool) -> None:
+def train(out: Path, steps: int, *, unlike: bool) -> None:
     model = build()
     optimizer = paradis.wrap(model, torch.optim.Adam(model.parameters(), lr=0.01))
     seen = []
-    for step in range(STEPS):
+    for step in range(steps):
         model(sample(step, paradis.rank())).square().mean().backward()
         if step % 2:
             optimizer.clip_grad_norm_(MAX_NORM)
@@ -68,13 +68,13 @@ def mean_of(model: nn.Module, step: int, ranks: int) -> Bits:
     return mean
 
 
-def twin(out: Path, ranks: int) -> None:
+def twin(out: Path, ranks: int, *, uneven: bool) -> None:
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     seen = []
     late: Bits = []
     for step in range(STEPS):
-        fresh = mean_of(model, step, ranks)
+        fresh = mean_of(model, step, 1 if uneven and step == STEPS - 1 else ranks)
         queue = [late, fresh] if step < WARMUP else [late]
         late = [] if step < WARMUP else fresh
         for gradients in queue:
@@ -92,6 +92,7 @@ def twin(out: Path, ranks: int) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    train(directory, unlike="unlike" in sys.argv)
+    uneven = "uneven" in sys.argv
+    train(directory, STEPS - (uneven and paradis.rank() == 1), unlike="unlike" in sys.argv)
     if paradis.rank() == 0:
-        twin(directory, paradis.world_size())
+        twin(directory, paradis.world_size(), uneven=uneven)

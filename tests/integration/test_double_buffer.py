@@ -300,6 +300,21 @@ def test_two_workers_agree_with_the_mean(start_job: Callable[..., Job], tmp_path
     assert_same(second, wanted)
 
 
+def test_a_worker_with_a_batch_less_ends_with_its_last_gradient_in(
+    start_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {"training.overlap": "double_buffer", "training.delay_warmup_steps": "2"}
+    job = start_job(SCRIPT, str(tmp_path), "uneven", workers=2, servers=2, settings=settings)
+    job.succeed()
+    first, second, wanted = (
+        torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("0", "1", "twin")
+    )
+    assert_same(first, wanted)
+    assert_same(second[:-1], wanted[:5])
+    assert_same(second[-1:], wanted[5:6])
+    assert "worker 1 finished early" in job.logs()
+
+
 def test_workers_that_wait_unlike_are_refused(
     start_job: Callable[..., Job], tmp_path: Path
 ) -> None:

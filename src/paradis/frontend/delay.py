@@ -23,8 +23,9 @@ from paradis.runtime.worker_node import WorkerNode
 CAVEAT = (
     "overlap double_buffer: from step {step} on each gradient is applied one step late. Training "
     "is then stable only while learning rate * curvature < 1, whatever Adam's first beta is (with "
-    "0.9 and no delay: < 38), and < 1 - momentum with SGD. If the loss grows, lower the learning rate, "
-    "raise training.delay_warmup_steps, or take training.overlap: layerwise, which has no delay"
+    "0.9 and no delay: < 38), and < 1 - momentum with SGD. If the loss grows, lower the learning "
+    "rate, raise training.delay_warmup_steps, or take training.overlap: layerwise, which has no "
+    "delay"
 )
 
 
