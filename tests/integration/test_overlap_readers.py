@@ -10,6 +10,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.utils import checkpoint, dlpack
 import paradis
 from paradis.frontend.reading import Held
 from paradis.runtime.worker_node import WorkerNode
+from paradis.storage.export import read_state_dict
+from paradis.storage.manifest import group_directory, step_directory
 
 Seen = list[Any]
 After = Callable[[nn.Module, Any, Seen], None]
@@ -233,6 +236,10 @@ def wrapped(model: nn.Module) -> Any:
     return paradis.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
+def wrapped_part(model: nn.Module, part: nn.Module) -> Any:
+    return paradis.wrap(model, torch.optim.SGD(part.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize(
     "build", [perceptron, recomputed, encoder, convolution, large], ids=lambda f: f.__name__
 )
@@ -253,6 +260,42 @@ def test_an_ordinary_loop_waits_for_nothing(
         assert all(isinstance(p, Held) for p in model.parameters())
         optimizer.zero_grad()
     assert not said
+
+
+def test_two_optimizers_of_one_model_wait_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """Each binds, as values to store, what the other one trains."""
+    Holding(monkeypatch)
+    model, x = perceptron()
+    assert isinstance(model, nn.Sequential)
+    optimizers = [wrapped_part(model, model[0]), wrapped_part(model, model[2])]
+    for _ in range(3):
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(isinstance(p, Held) for p in model.parameters())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert not said
+
+
+def test_a_checkpoint_stores_what_another_optimizer_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARADIS_CHECKPOINT_DIRECTORY", str(tmp_path))
+    Holding(monkeypatch)
+    model, x = perceptron()
+    assert isinstance(model, nn.Sequential)
+    first, second = wrapped_part(model, model[0]), wrapped_part(model, model[2])
+    for optimizer in (first, second):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(model[2].weight, Held)
+    first.save_checkpoint(wait=True)
+    stored = read_state_dict(group_directory(step_directory(tmp_path, 1), 0))
+    assert torch.equal(stored["2.weight"], model[2].weight)
 
 
 @pytest.mark.parametrize("what", ["gradients", "a flat buffer"])

@@ -347,7 +347,8 @@ class Binding:
         self.flight.catch_up()  # on every worker, for all must compute with the same values
         if self.session.rank != 0:
             return None
-        self.finish()
+        for binding in self.session.bindings:
+            binding.settle()  # another one may train what this one stores
         self.check()
         root = Path(self.session.settings.checkpoint_directory)
         path = step_directory(root, self.steps_done)

@@ -92,7 +92,7 @@ class Flight:
             return True
         if self._mode == "none":
             return False
-        reachable = {*reachable_values(self._memory.tensors), *collector.reachable()}
+        reachable = {*self._reachable_values(), *collector.reachable()}
         refused = self._overlap.begin(explain=explain, after=after)
         if refused:
             self._tell("waits", "info", f"step() waits for all updates: {refused}")
@@ -106,6 +106,10 @@ class Flight:
                        "kept from before), and could use it unseen; let go of it")  # fmt: skip
             self._overlap.wait_for(trained)
         return True
+
+    def _reachable_values(self) -> list[int]:
+        others = (m for m in self._node.memory.values() if m is not self._memory)
+        return reachable_values(self._memory.tensors, [t for m in others for t in m.tensors])
 
     def _tell(self, kind: str, level: str, text: str) -> None:
         """Say once of a kind."""

@@ -35,20 +35,25 @@ class Sent(Protocol):
     flat: torch.Tensor
 
 
-def reachable_values(tensors: Sequence[BoundTensor]) -> list[int]:
+def reachable_values(tensors: Sequence[BoundTensor], others: Iterable[BoundTensor]) -> list[int]:
     """Return the indices of tensors whose memory something else holds, too.
 
     Args:
-        tensors: all that are bound, for several may lie in one storage.
+        tensors: those to look at; several may lie in one storage.
+        others: what other ``wrap`` calls have bound, perhaps of the same model.
     """
     alone, in_place = _uses_of_values()
     ours: dict[int, int] = {}
-    storages: list[tuple[int, int]] = []
-    for bound in tensors:
-        where = bound.tensor.untyped_storage()._cdata
-        ours[where] = ours.get(where, 0) + (alone if bound.staged else in_place)
-        storages.append((where, _uses(bound.tensor)))
-    return [i for i, (where, uses) in enumerate(storages) if uses > ours[where]]
+    seen: dict[int, None] = {}
+    # Another call's step may be on its way: where a tensor lies is no value to wait for.
+    with torch._C.DisableTorchFunctionSubclass():
+        for bound in (*tensors, *others):
+            where = bound.tensor.untyped_storage()._cdata
+            again = alone if id(bound.tensor) in seen else 0  # bound twice, it counts itself once
+            seen[id(bound.tensor)] = None
+            ours[where] = ours.get(where, 0) + (alone if bound.staged else in_place) - again
+        found = ((i, b.tensor.untyped_storage()._cdata, b.tensor) for i, b in enumerate(tensors))
+        return [index for index, where, tensor in found if _uses(tensor) > ours[where]]
 
 
 def reachable_gradients(sent: Iterable[tuple[int, Sent]]) -> list[int]:

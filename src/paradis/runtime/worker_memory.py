@@ -51,6 +51,11 @@ class BoundTensor:
         self.bytes = as_bytes(self.flat)
         self.stage()
 
+    def moved(self) -> bool:
+        """Whether the tensor lies elsewhere than when it was bound."""
+        with torch._C.DisableTorchFunctionSubclass():  # another call may wait for its value
+            return self.tensor.data_ptr() != self.pointer
+
     def stage(self) -> None:
         """Copy the tensor's present value into the staging copy, if it has one."""
         if self.staged:
@@ -310,7 +315,7 @@ class GroupMemory:
         for bound in self.tensors:
             if bound.staged:
                 bound.stage()
-            elif bound.tensor.data_ptr() != bound.pointer:
+            elif bound.moved():
                 bound.bind()
                 moved = True
         if moved:
