@@ -46,7 +46,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------------- step
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """Commit this step's gradients; return when the parameters have their next value.
+        """Commit this step's gradients; whoever reads a parameter then gets its next value.
+
+        An error of the step is raised where the script waits next: in a read, or the next step. With
+        overlap ``double_buffer`` the update comes in with the next ``step()``; the hyper-parameters
+        are those of this call.
 
         Args:
             closure: reevaluates the model, as in torch.

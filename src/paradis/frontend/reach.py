@@ -21,6 +21,8 @@ from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.worker_memory import BoundTensor
 
 _CORE: Any = torch._C
+_LOOK = 1
+"""Whoever looks at a storage uses it."""
 
 
 class Sent(Protocol):
@@ -45,15 +47,18 @@ def reachable_values(tensors: Sequence[BoundTensor], others: Iterable[BoundTenso
     alone, in_place = _uses_of_values()
     ours: dict[int, int] = {}
     seen: dict[int, None] = {}
+    uses: list[tuple[int, int]] = []
     # Another call's step may be on its way: where a tensor lies is no value to wait for.
     with torch._C.DisableTorchFunctionSubclass():
         for bound in (*tensors, *others):
-            where = bound.tensor.untyped_storage()._cdata
+            storage = bound.tensor.untyped_storage()
+            where = storage._cdata
+            uses.append((where, _CORE._storage_Use_Count(where)))
             again = alone if id(bound.tensor) in seen else 0  # bound twice, it counts itself once
             seen[id(bound.tensor)] = None
-            ours[where] = ours.get(where, 0) + (alone if bound.staged else in_place) - again
-        found = ((i, b.tensor.untyped_storage()._cdata, b.tensor) for i, b in enumerate(tensors))
-        return [index for index, where, tensor in found if _uses(tensor) > ours[where]]
+            ours[where] = ours.get(where, _LOOK) + (alone if bound.staged else in_place) - again
+    found = enumerate(uses[: len(tensors)])
+    return [index for index, (where, count) in found if count > ours[where]]
 
 
 def reachable_gradients(sent: Iterable[tuple[int, Sent]]) -> list[int]:
@@ -66,7 +71,7 @@ def reachable_gradients(sent: Iterable[tuple[int, Sent]]) -> list[int]:
     return [
         index
         for index, each in sent
-        if each.flat.untyped_storage()._cdata == each.grad.untyped_storage()._cdata
+        if each.flat.data_ptr() == each.grad.data_ptr()  # else what is sent is a copy
         and (sys.getrefcount(each.grad) > references or _uses(each.grad) > uses)
     ]
 
@@ -74,7 +79,7 @@ def reachable_gradients(sent: Iterable[tuple[int, Sent]]) -> list[int]:
 def _uses(tensor: torch.Tensor) -> int:
     """Return how many tensors share a tensor's storage, itself included."""
     storage = tensor.untyped_storage()
-    return int(_CORE._storage_Use_Count(storage._cdata)) - 1  # the look itself is one
+    return int(_CORE._storage_Use_Count(storage._cdata)) - _LOOK
 
 
 @lru_cache(1)
