@@ -48,9 +48,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Commit this step's gradients; whoever reads a parameter then gets its next value.
 
-        An error of the step is raised where the script waits next: in a read, or the next step. With
-        overlap ``double_buffer`` the update comes in with the next ``step()``; the hyper-parameters
-        are those of this call.
+        An error of the step is raised where the script waits next: in a read, or the next step.
+        With overlap ``double_buffer`` the update comes in with the next ``step()``; its
+        hyper-parameters are those of this call.
 
         Args:
             closure: reevaluates the model, as in torch.
