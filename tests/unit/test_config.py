@@ -128,7 +128,7 @@ REFUSALS = [
     ("communication: {control_address: host}", "a port from 1 to 65535"),
     ("communication: {data_interface: 3}", "put it in quotes"),
     ("training: {mode: ssp}", "this version supports sync"),
-    ("training: {overlap: one}", "this version supports none"),
+    ("training: {overlap: one}", "this version supports layerwise"),
     ("training: {early_update: true}", "expected false"),
     ("training: {check_finite: 1}", "true or false"),
     ("checkpoint: {keep: 0}", "expected at least 1"),
