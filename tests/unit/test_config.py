@@ -327,7 +327,8 @@ def test_config_show_prints_every_key_with_origin_and_the_table(
     assert table["topology.servers"].split()[1:] == ["3", "flag", "count"]
     assert any("sync + none + none" in line for line in lines)
     assert any("sync + none + layerwise" in line for line in lines)
-    assert len(COMBINATIONS) == 2
+    assert any("sync + none + double_buffer" in line for line in lines)
+    assert len(COMBINATIONS) == 3
 
 
 @pytest.mark.parametrize("flag", ["topology.servers", "topology.servers=none"])
