@@ -184,8 +184,10 @@ class Holding:
                 self._count(-1)
 
         def installing(node: WorkerNode, effect: Any) -> None:
+            # The script's own thread may be handling the event: it cannot wait for itself.
+            own = threading.current_thread() is threading.main_thread()
             with self._changed:
-                assert self._changed.wait_for(lambda: self._waiting, DEADLINE_S)
+                assert own or self._changed.wait_for(lambda: self._waiting, DEADLINE_S)
             install(node, effect)
 
         monkeypatch.setattr(WorkerNode, "wait_until", waiting)

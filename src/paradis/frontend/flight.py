@@ -97,14 +97,14 @@ class Flight:
         if refused:
             self._tell("waits", "info", f"step() waits for all updates: {refused}")
             return False
-        post()
         trained = sorted(self._overlap.trained.intersection(reachable))
         if trained:
             name = self._memory.tensors[trained[0]].name
             self._tell("waits", "info", f"step() waits for the update of {name}: something else "
                        "holds its memory, or its gradient's (p.data, p.grad, a state_dict, a view "
                        "kept from before), and could use it unseen; let go of it")  # fmt: skip
-            self._overlap.wait_for(trained)
+        post()
+        self._overlap.wait_for(trained)
         return True
 
     def _reachable_values(self) -> list[int]:
