@@ -67,16 +67,26 @@ COMBINATIONS: Final = (
         promise="the same bits; updates come in while the script goes on",
     ),
     Combination(
-        mode="ssp",
+        mode="sync",
         compression="none",
-        overlap="none",
-        promise="one worker as in sync; N by themselves, training.staleness steps apart at most",
+        overlap="double_buffer",
+        promise="after a warm-up each gradient is one step late; all workers have the same bits",
     ),
-    Combination(
-        mode="async",
-        compression="none",
-        overlap="none",
-        promise="one worker as in sync; N by themselves, and nobody waits for another",
+    *(
+        Combination(mode="sync", compression=codec, overlap=overlap, promise=promise)
+        for codec, promise in (
+            ("bf16", "half the bytes; all workers have the same bits"),
+            ("int8", "a quarter of the bytes, errors sent later; all workers have the same bits"),
+        )
+        for overlap in ("none", "layerwise")
+    ),
+    *(
+        Combination(mode=mode, compression="none", overlap=overlap, promise=promise)
+        for mode, promise in (
+            ("ssp", "one worker as in sync; N by themselves, staleness steps apart at most"),
+            ("async", "one worker as in sync; N by themselves, and nobody waits for another"),
+        )
+        for overlap in ("none", "layerwise")  # step() waits for its own answer in any case
     ),
 )
 """Whatever is not in this table is refused."""
@@ -117,9 +127,15 @@ class JobConfig:
                 "true; expected auto or off: with early updates workers push directly to servers",
                 keys=("communication.rack_aggregation", "training.early_update"),
             )
+        if self.training.early_update and self.training.overlap == "double_buffer":
+            raise ConfigError(
+                "config refused: training.early_update = true with training.overlap = "
+                "double_buffer; expected false: a late gradient is no hurry; choose one of them",
+                keys=("training.early_update", "training.overlap"),
+            )
         for group in self.topology.worker_groups:
             self._check_combination(group.compression)
-        self._check_combination("none")
+        self._check_combination(self.training.compression)
         self._check_mode()
 
     def _check_mode(self) -> None:
@@ -127,6 +143,7 @@ class JobConfig:
         refused = {
             "training.staleness_scaling = true": training.staleness_scaling
             and training.mode != "async",
+            "training.early_update = true": training.early_update and not sync,
             "training.on_early_finish = fail": training.on_early_finish == "fail" and not sync,
             "communication.rack_aggregation = on": self.communication.rack_aggregation == "on"
             and not sync,

@@ -216,12 +216,20 @@ class TrainingConfig:
         shared="staleness_scaling",
     )
     overlap: str = key(
-        "none",
+        "layerwise",
         WORD,
-        "What may run before an update is in. none: step() returns with the new parameters. "
-        "layerwise: at once; whoever reads a parameter waits for that one. The same bits.",
-        choices="none layerwise",
+        "What may run before an update is in. layerwise: step() returns at once, and whoever reads "
+        "a parameter waits for that one: less waiting, the same bits. none: step() waits for all. "
+        "double_buffer: each gradient is applied one step late, while the next one is computed.",
+        choices="layerwise none double_buffer",
         shared="overlap",
+    )
+    delay_warmup_steps: int = key(
+        1000,
+        COUNT,
+        "Steps without delay before overlap double_buffer begins, over all runs: a usual warm-up "
+        "of the learning rate, in which a late gradient does most harm.",
+        shared="delay_warmup_steps",
     )
     compression: str = key(
         "none",

@@ -30,9 +30,10 @@ class SharedSettings:
         mode: ``sync``, ``ssp`` or ``async``.
         staleness: of ``ssp``: steps that a worker may be ahead of the slowest.
         staleness_scaling: of ``async``: divide a rate by the staleness of its update.
-        overlap: ``none`` or ``layerwise``.
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
         compression_elements_min: tensors with fewer elements travel in full.
+        overlap: ``layerwise``, ``none`` or ``double_buffer``.
+        delay_warmup_steps: steps before ``double_buffer`` begins.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         early_update: servers update a shard before the workers have committed.
         checkpoint_directory: empty: inside the run directory.
@@ -60,7 +61,8 @@ class SharedSettings:
     mode: str = "sync"
     staleness: int = 1
     staleness_scaling: bool = False
-    overlap: str = "none"
+    overlap: str = "layerwise"
+    delay_warmup_steps: int = 1000
     compression: str = "none"
     compression_elements_min: int = 4096
     on_early_finish: str = "continue"

@@ -108,6 +108,8 @@ def main() -> None:
     for step in range(start, steps):
         train_step(step + (1000 * rank if "ranked" in sys.argv else 0), net, tied, adam, sgd)
         if step + 1 == hold_at:
+            adam.wait()  # what is lost then is lost in the save, not in the step
+            sgd.wait()
             print("holding", flush=True)
             with open(out / "go") as file:
                 file.readline()

@@ -128,14 +128,17 @@ REFUSALS = [
     ("communication: {control_address: host}", "a port from 1 to 65535"),
     ("communication: {data_interface: 3}", "put it in quotes"),
     ("training: {mode: bsp}", "this version supports sync or ssp or async"),
-    ("training: {mode: ssp, overlap: layerwise}", "mode ssp with compression none and overlap"),
-    ("training: {mode: async, overlap: layerwise}", "expected one of the table"),
+    ("training: {mode: ssp, overlap: double_buffer}", "mode ssp with compression none and overlap"),
+    ("training: {mode: async, compression: int8}", "expected one of the table"),
+    ("training: {overlap: double_buffer, compression: bf16}", "expected one of the table"),
+    ("training: {overlap: double_buffer, early_update: true}", "a late gradient is no hurry"),
+    ("training: {mode: async, early_update: true}", "training.early_update = true with"),
     ("training: {mode: ssp, staleness: -1}", "expected at least 0"),
     ("training: {mode: ssp, staleness_scaling: true}", "with training.mode = ssp, in which it"),
     ("training: {mode: async, on_early_finish: fail}", "training.on_early_finish = fail with"),
     ("{training: {mode: async}, communication: {rack_aggregation: 'on'}}", "rack_aggregation = on"),
-    ("training: {overlap: one}", "this version supports none"),
     ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "auto or off"),
+    ("training: {overlap: one}", "this version supports layerwise"),
     ("training: {check_finite: 1}", "true or false"),
     ("checkpoint: {keep: 0}", "expected at least 1"),
     ("checkpoint: {keep: 2.5}", "a whole number"),
@@ -333,7 +336,9 @@ def test_config_show_prints_every_key_with_origin_and_the_table(
     assert table["topology.servers"].split()[1:] == ["3", "flag", "count"]
     assert any("sync + none + none" in line for line in lines)
     assert any("sync + none + layerwise" in line for line in lines)
-    assert len(COMBINATIONS) == 4
+    assert any("sync + none + double_buffer" in line for line in lines)
+    assert any("sync + int8 + layerwise" in line for line in lines)
+    assert len(COMBINATIONS) == 11
 
 
 @pytest.mark.parametrize("flag", ["topology.servers", "topology.servers=none"])

@@ -16,8 +16,9 @@ from paradis.frontend.codes import Codes
 from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
 from paradis.frontend.early import EarlyUpdates
+from paradis.frontend.flight import Flight
 from paradis.frontend.naming import Named, clean, layout_of, name_parameters
-from paradis.frontend.overlap import After, Explain, Overlap
+from paradis.frontend.overlap import After, Explain
 from paradis.frontend.session import Session
 from paradis.frontend.step_clock import StepClock
 from paradis.frontend.watch import ModelWatch
@@ -71,26 +72,30 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
-        self._overlap = Overlap(session.node, self.group, self.memory, timeout_s=self._timeout_s)
         self.early = (
             EarlyUpdates(self.group, self.memory, session.node.post)
             if session.settings.early_update
             else None
-        )
-        self.collector = Collector(
-            self.memory, self._ready, self._begin_step, debug=session.settings.debug_gradients
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
             self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
         )
         self._codes = Codes(self)
+        self.flight = Flight(
+            session.node, session.settings, self.group, self.memory, timeout_s=self._timeout_s
+        )
+        self.collector = Collector(
+            self.memory, self._ready, self._begin_step, late=self._delays,
+            debug=session.settings.debug_gradients,
+        )  # fmt: skip
         tracer = session.node.tracer
         if tracer is not None:
             clock = StepClock(
                 tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
             )
-            self.collector.clock = self._overlap.clock = clock
+            self.collector.clock = clock
+            self.flight.record(clock)
             self.compressor.on_done = lambda *done: tracer.compressed(self.group, self._step, *done)
 
     @property
@@ -126,7 +131,7 @@ class Binding:
 
     def _begin_step(self) -> None:
         """A gradient is about to be handed over: the step before it is finished first."""
-        self.finish()
+        self.settle()
         if self.early is not None and self.session.alive:
             self.early.begin()
 
@@ -169,12 +174,12 @@ class Binding:
         explain: Callable[[ParadisError], ParadisError] | None = None,
         timeout_s: float | None = None,
     ) -> Complete:
-        """Post an event and wait for its completion; a step on its way is finished first.
+        """Post an event and wait for its completion, once the servers have finished the step.
 
         Raises:
             ParadisError: it failed, was refused, or did not come in time.
         """
-        self.finish()
+        self.flight.arrive()
         if self.early is not None and what != "step":
             self.early.refuse_within(what)
         self._post(what, event)
@@ -204,21 +209,46 @@ class Binding:
         Returns:
             Whether it is on its way; False: nothing has been done.
         """
-        if self.clocked or self.session.settings.overlap != "layerwise" or not self.session.alive:
-            return False
-        if not self._overlap.begin(explain=explain, after=after):
-            return False
-        self._begun = self._step + 1
-        self._post("step", event)
-        return True
+
+        def post() -> None:
+            self._begun = self._step + 1
+            self._post("step", event)
+
+        step = self.steps_done
+        return (
+            self.session.alive
+            and not self.clocked
+            and self.flight.send_off(post, self.collector, step, explain=explain, after=after)
+        )
+
+    def _delays(self) -> bool:
+        """Whether the gradient of the step in progress is handed over late."""
+        return self.flight.delays(self.steps_done)
 
     def finish(self) -> None:
-        """Wait for the step that is on its way, if there is one.
+        """Wait for the step that is on its way, and bring a late one into the parameters.
 
         Raises:
             ParadisError: it failed.
         """
-        self._overlap.finish()
+        self.flight.finish()
+        self._codes.follow()
+
+    def end(self) -> None:
+        """Wait for the step that is on its way: the session ends.
+
+        Raises:
+            ParadisError: it failed.
+        """
+        self.flight.end()
+
+    def settle(self) -> None:
+        """Wait for a step that writes into the parameters while the script runs.
+
+        Raises:
+            ParadisError: it failed.
+        """
+        self.flight.settle()
         self._codes.follow()
 
     # ------------------------------------------------------------ registering
@@ -361,7 +391,7 @@ class Binding:
 
     def detach(self) -> None:
         """Let go of the tensors and remove the hooks: the session is over, or this is a fork."""
-        self._overlap.drop()
+        self.flight.drop()
         self.collector.detach()
         self.compressor.stop()
 
@@ -392,9 +422,11 @@ class Binding:
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
     ) -> str | None:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
+        self.flight.catch_up()  # on every worker, for all must compute with the same values
         if self.session.rank != 0:
             return None
-        self.finish()
+        for binding in self.session.bindings:
+            binding.settle()  # another one may train what this one stores
         self.check()
         root = Path(self.session.settings.checkpoint_directory)
         path = step_directory(root, self.steps_done)

@@ -82,8 +82,15 @@ class Codes:
         binding = self._binding
         mode = binding.session.settings.mode
         own = binding.optimizer_name in ("OneBitAdam", "DistributedLion")
-        if mode != "sync" and (own or binding.compression not in ("", "none")):
-            what = binding.optimizer_name if own else f"compression {binding.compression}"
+        if not own and binding.compression in ("", "none"):
+            return
+        what = binding.optimizer_name if own else f"compression {binding.compression}"
+        if binding.session.settings.overlap == "double_buffer":
+            raise ConfigError(
+                f"paradis.wrap refused: {what} with training.overlap = double_buffer; expected "
+                "layerwise or none: what codes leave out is counted step by step"
+            )
+        if mode != "sync":
             raise ConfigError(
                 f"paradis.wrap refused: {what} with training.mode = {mode}; expected sync, because "
                 "a code leads from one version to the next, and workers hold different ones; "

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from paradis.errors import ConfigError, StateError
+from paradis.frontend.reach import reachable_gradients
 from paradis.frontend.step_clock import StepClock
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.worker_memory import BoundTensor, GroupMemory
@@ -40,6 +41,7 @@ class Collector:
         memory: shards and tensors.
         ready: called with the shards whose gradients a hook has handed over.
         begin: called by the hooks before anything of a step is handed over.
+        late: whether this step's gradient travels during the next one: copied, in ``step()``.
         debug: hash gradients, to catch writes that no version counter sees.
 
     Attributes:
@@ -55,11 +57,12 @@ class Collector:
 
     def __init__(
         self, memory: GroupMemory, ready: Callable[[tuple[int, ...]], None],
-        begin: Callable[[], None], *, debug: bool = False,
+        begin: Callable[[], None], *, late: Callable[[], bool] = bool, debug: bool = False,
     ) -> None:  # fmt: skip
         self._memory = memory
         self._ready = ready
         self._begin = begin
+        self._late = late
         self._debug = debug
         self.pushing = True
         self.deferred = True
@@ -108,7 +111,7 @@ class Collector:
                 self.clock.gradient()
             if self._handed[index] is not None:
                 self._again[index] = None
-            elif self.pushing and not self.deferred:
+            elif self.pushing and not self.deferred and not self._late():
                 self._begin()
                 self._hand_over(index)
 
@@ -184,6 +187,8 @@ class Collector:
                 "sparse=False"
             ) from None
         assert flat is not None
+        if self._late():
+            flat = bound.set_aside(flat)
         digest = xxhash.xxh3_64_intdigest(as_bytes(flat)) if self._debug else 0
         return Handed(grad, grad._version, flat, digest)
 
@@ -272,6 +277,10 @@ class Collector:
         """Count the steps in which most of what was pushed during backward was void."""
         if revised * 2 > len(self._memory.shards):
             self._revised_steps += 1
+
+    def reachable(self) -> list[int]:
+        """Return the parameters whose gradients something else could write; call after `close`."""
+        return reachable_gradients((i, h) for i, h in enumerate(self._handed) if h is not None)
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""

@@ -49,7 +49,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     # -------------------------------------------------------------------- step
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
-        """Commit this step's gradients; return when the parameters have their next value.
+        """Commit this step's gradients; whoever reads a parameter then gets its next value.
+
+        An error of the step is raised where the script waits next: in a read, or the next step.
+        With overlap ``double_buffer`` the update comes in with the next ``step()``; its
+        hyper-parameters are those of this call.
 
         Args:
             closure: reevaluates the model, as in torch.
@@ -66,26 +70,35 @@ class WrappedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding = self._bound
+        late = binding.flight.late
+        if grad_scaler is not None:
+            binding.flight.check_scaler()
         binding.finish()
         binding.check()
         clock = binding.collector.clock
         if clock is not None:
             clock.called()
         overflow, scaler_state = self._unscale(grad_scaler)
-        commit, present, revised = self._close(overflow, scaled=grad_scaler is not None)
+        commit, present, revised = self._close(
+            overflow, scaled=grad_scaler is not None, unchanged=late
+        )
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
         binding.confirm(commit)
+        if late:
+            commit = msgspec.structs.replace(commit, delay=1)
         closed = ev.StepClosed(binding.group, commit, present, revised)
-        if grad_scaler is not None or not binding.send_off(
-            closed, explain=self._explain, after=self._finished
-        ):
+        # A checkpoint is of this moment: what follows may change rates and buffers.
+        here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
+        if here or not binding.send_off(closed, explain=self._explain, after=self._count):
             done, wait_s = self._ask_and_wait(closed)
             if done.found_inf and scaler_state is not None:
                 for found in scaler_state["found_inf_per_device"].values():
                     found.fill_(1.0)
-            self._finished(wait_s)
+            self._count(wait_s)
+            if self._save_is_due(self.steps_done):
+                self.save_checkpoint()
         if clock is not None:
             clock.returned()
         self._clip = 1.0
@@ -103,17 +116,13 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 clock.waited(start_ns)
         return done, (time.monotonic_ns() - start_ns) / 1e9
 
-    def _finished(self, wait_s: float) -> None:
-        """The parameters have this step's values."""
-        self._count(wait_s)
-        self._save_on_schedule()
-
     def wait(self) -> None:
         """Return when the parameters have the values of the last ``step()``.
 
-        Only needed with overlap ``layerwise`` before something reads a parameter's memory behind
-        torch's back, as an extension does that got a pointer earlier: everything else waits by
-        itself.
+        With overlap ``layerwise`` it is only needed before something reads a parameter's memory
+        behind torch's back, as an extension does that got a pointer earlier: everything else waits
+        by itself. With ``double_buffer`` it brings the late step in: call it on every worker, at
+        the end, or before the script changes parameters.
 
         Raises:
             ParadisError: that step failed.
@@ -131,9 +140,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return binding
 
     def _close(
-        self, overflow: bool, *, scaled: bool
+        self, overflow: bool, *, scaled: bool, unchanged: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
-        """Return what the step decided, and which shards have gradients, and which changed."""
+        """Return what the step decided, and which shards have gradients, and which changed.
+
+        Args:
+            overflow: the GradScaler found one.
+            scaled: there is a GradScaler.
+            unchanged: the values are known to be as installed.
+        """
         collector = self._bound.collector
         # A GradScaler unscales in place without a version bump: what was pushed before is void.
         bits, present, revised = collector.close(all_changed=scaled and not collector.deferred)
@@ -147,7 +162,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             options=options,
             found_inf=overflow,
             clip=self._clip,
-            changed=self._bound.memory.changed(),
+            changed={} if unchanged else self._bound.memory.changed(),
         )
         return commit, present, revised
 
@@ -247,7 +262,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 self._announce_own_norm()
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        binding.finish()
+        binding.flight.arrive()
         binding.check()
         commit, present, revised = self._close(False, scaled=False)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
@@ -263,7 +278,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         dropped by this method, or its factor counts for the next step.
         """
         if not set_to_none:
-            self._bound.finish()  # the gradients' memory may still be on its way out
+            self._bound.settle()  # the gradients' memory may still be on its way out
         super().zero_grad(set_to_none)
         self._clip = 1.0
 
@@ -274,13 +289,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._bound.extend(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's ``state_dict``, with the optimizer state fetched from the servers."""
+        """Return torch's ``state_dict``, with the optimizer state fetched from the servers.
+
+        With overlap ``double_buffer`` it brings the late step into the parameters: call it on every
+        worker.
+        """
+        self._bound.finish()
         if self._loaded_at != self.steps_done:  # else the servers may not have worker 0's yet
             state_transfer.fetch(self._bound, self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load options and state, and give worker 0's to the servers; call it on every worker."""
+        self._bound.finish()
         super().load_state_dict(state_dict)
         if self._bound.first:
             state_transfer.give(self._bound, self)
@@ -319,16 +340,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """
         return self._bound.save(self._options(), extra or {}, wait=wait)
 
-    def _save_on_schedule(self) -> None:
+    def _save_is_due(self, step: int) -> bool:
         every = self._bound.session.settings.checkpoint_every_steps
-        if every and self.steps_done % every == 0:
-            self.save_checkpoint()
+        return every > 0 and step % every == 0
 
     # --------------------------------------------------------------- counters
 
     def metrics(self) -> dict[str, float]:
         """Return this worker's counters since the start (bytes, seconds, steps)."""
-        return self._bound.session.node.counters.snapshot()
+        counters = self._bound.session.node.counters.snapshot()
+        if self._bound.flight.pending:
+            counters["steps"] = counters.get("steps", 0.0) + 1.0
+        return counters
 
     def __repr__(self) -> str:
         return f"paradis.WrappedOptimizer({self._inner_name}, groups={len(self.param_groups)})"

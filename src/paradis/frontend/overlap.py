@@ -2,21 +2,27 @@
 
 Between ``begin`` and ``finish`` every trained parameter is held (`paradis.frontend.reading`) until
 its last shard is in. Only one step is on its way: the next one begins with ``finish``.
+
+Compiled code holds tensors, not names. So what is on its way is finished before ``torch.compile``
+compiles anything, and from then on `begin` refuses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from paradis.errors import ParadisError
 from paradis.frontend.reading import hold, release, watch_modules
 from paradis.frontend.step_clock import StepClock
+from paradis.frontend.unseen import UnseenCalls
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.runtime.worker_node import WorkerNode
 
@@ -59,7 +65,7 @@ class Overlap:
         self._modules: RemovableHandle | None = None
         self.clock: StepClock | None = None
 
-    def begin(self, *, explain: Explain, after: After) -> bool:
+    def begin(self, *, explain: Explain, after: After) -> str:
         """Hold the parameters; the caller commits the step next.
 
         Args:
@@ -67,25 +73,47 @@ class Overlap:
             after: called by `finish` with the seconds waited.
 
         Returns:
-            Whether they are held: not so if the class of one cannot be changed, or where
-            ``torch.compile`` is in use, which sees tensors where no torch function is called.
+            An empty text if they are held, else the reason why they are not.
         """
         if compiles():
-            return False
+            return "torch.compile has compiled code that reads parameters unseen"
         if self._known != len(self._memory.shards):
             self._learn()
         self._left = dict(self._shards_of)
         self._explain, self._after, self.wait_s = explain, after, 0.0
+        bound = None
         try:
             for index, wait in self._waits.items():
-                hold(self._memory.tensors[index].tensor, wait)
+                bound = self._memory.tensors[index]
+                hold(bound.tensor, wait)
+            self.pending = True
+            self._memory.on_arrived = self._arrived
+            self._modules = watch_modules()
+            _UNSEEN.watch()
+            _PENDING[id(self)] = self
+            _watch_compiler()
         except TypeError:
-            self._let_go()
-            return False
-        self.pending = True
-        self._memory.on_arrived = self._arrived
-        self._modules = watch_modules()
-        return True
+            self.drop()
+            assert bound is not None
+            return f"{bound.name} is of {type(bound.tensor).__qualname__}, a class of its own"
+        except BaseException:  # a signal handler of the script raised
+            self.drop()
+            raise
+        return ""
+
+    @property
+    def trained(self) -> frozenset[int]:
+        """The parameters that a step waits for."""
+        return frozenset(self._waits)
+
+    def wait_for(self, indices: Iterable[int]) -> None:
+        """Wait for some parameters of the step that is on its way.
+
+        Raises:
+            ParadisError: the step failed.
+        """
+        for index in indices:
+            self._wait(index)
 
     def _learn(self) -> None:
         """Note which shards each parameter waits for; they only become more."""
@@ -154,15 +182,28 @@ class Overlap:
     def drop(self) -> None:
         """Make all parameters readable as they are. Takes no lock: a forked child may call it."""
         self.pending = False
+        if _PENDING.pop(id(self), None) is not None:
+            _UNSEEN.unwatch()
         self._memory.on_arrived = None
-        self._let_go()
+        for index in self._left:
+            release(self._memory.tensors[index].tensor)
         if self._modules is not None:
             self._modules.remove()
             self._modules = None
 
-    def _let_go(self) -> None:
-        for index in self._left:
-            release(self._memory.tensors[index].tensor)
+
+_PENDING: dict[int, Overlap] = {}
+"""By id, what is on its way in this process."""
+
+
+def finish_all(_: Any = None) -> None:
+    """Finish every step that is on its way; an error is raised where the script waits next."""
+    for overlap in list(_PENDING.values()):
+        with contextlib.suppress(ParadisError):
+            overlap.finish()
+
+
+_UNSEEN = UnseenCalls(finish_all)
 
 
 def compiles() -> bool:
@@ -172,3 +213,10 @@ def compiles() -> bool:
     """
     utils = sys.modules.get("torch._dynamo.utils")
     return bool(getattr(utils, "counters", None))
+
+
+def _watch_compiler() -> None:
+    """Finish what is on its way before ``torch.compile`` looks at any parameter."""
+    module = sys.modules.get("torch._dynamo.callback")
+    if module is not None and finish_all not in module.callback_handler.start_callbacks:
+        module.callback_handler.register_start_callback(finish_all)

@@ -43,6 +43,8 @@ _VALUELESS = frozenset(
     + [_TENSOR.grad.__set__, _TENSOR.requires_grad.__set__]
     + [getattr(_TENSOR, n) for n in _METHODS]
 )
+_MAKING = torch.nn.Parameter.__new__.__code__
+_PLAIN = (torch._C._disabled_torch_function_impl, _TENSOR.__torch_function__)
 _ZEROING = frozenset(
     inspect.unwrap(f).__code__ for f in (torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad)
 )
@@ -60,10 +62,13 @@ class Held:
         """Wait for every held tensor among the arguments, then call."""
         kwargs = kwargs or {}
         if func not in _VALUELESS and not (func == _GRAD and _only_cleared(sys._getframe(1))):
-            for tensor in _held((args, kwargs)):
-                await_value(tensor)
+            await_all((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if func is _TENSOR.detach and sys._getframe(1).f_code is _MAKING:
+            # torch.nn.Parameter(p) took the class for one that wants to stay what it is.
+            return _TENSOR._make_subclass(type(args[0]), result)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy under the class that the value will have."""
@@ -84,9 +89,12 @@ def hold(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
         wait: returns when the tensor has been released, or raises.
 
     Raises:
-        TypeError: the tensor's class cannot be changed; the tensor is as before.
+        TypeError: the tensor's class cannot be changed, or has a torch function of its own; the
+            tensor is as before.
     """
     cls = type(tensor)
+    if cls.__torch_function__ not in _PLAIN:
+        raise TypeError(f"{cls.__qualname__} has a torch function of its own")
     _WAITS[id(tensor)] = wait
     try:
         tensor.__class__ = _held_class(cls)
@@ -116,6 +124,17 @@ def await_value(tensor: Any) -> None:
         wait()
 
 
+def await_all(value: Any) -> None:
+    """Wait for every held tensor among arguments, those in lists and dictionaries, too.
+
+    Raises:
+        ParadisError: a value cannot come any more.
+    """
+    if _WAITS:
+        for tensor in _held(value):
+            await_value(tensor)
+
+
 _AT_ONCE = (torch.jit.ScriptModule, torch.nn.DataParallel)
 """Modules that read the parameters of those inside them without calling them."""
 
@@ -126,7 +145,11 @@ def watch_modules() -> RemovableHandle:
 
 
 def _before_forward(module: torch.nn.Module, _: Any) -> None:
-    if isinstance(module, _AT_ONCE):
+    if not _WAITS:
+        return
+    # In evaluation torch's transformer layers look at the classes of what is inside them, and take
+    # a path with other bits where one has a torch function.
+    if isinstance(module, _AT_ONCE) or not module.training:
         for parameter in module.parameters():
             await_value(parameter)
         return

@@ -38,8 +38,12 @@ _SETTLE_S = 5.0
 class Bound(Protocol):
     """What holds on to the script's tensors until the session ends."""
 
-    def finish(self) -> None:
-        """Wait for the step that is on its way, if there is one."""
+    def end(self) -> None:
+        """Wait for the step that is on its way, if there is one: the session ends."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for a step that writes into the parameters while the script runs."""
         ...
 
     def detach(self) -> None:
@@ -156,12 +160,19 @@ class Session:
 
     def _watch_exit(self) -> None:
         atexit.register(self._close_at_exit)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(before=self._before_fork, after_in_child=self._forked)
 
     @property
     def forked(self) -> bool:
         """Whether this is a forked child of the process that joined."""
         return os.getpid() != self._pid
+
+    def _before_fork(self) -> None:
+        """A child finds finished values; an error of the step is raised where the script waits."""
+        if self.alive:
+            for binding in self.bindings:
+                with contextlib.suppress(ParadisError):
+                    binding.settle()
 
     def _forked(self) -> None:
         self._closed = True
@@ -217,7 +228,7 @@ class Session:
     def _finish_steps(self) -> ParadisError | None:
         for binding in self.bindings:
             try:
-                binding.finish()
+                binding.end()
             except ParadisError as error:
                 return error
         return None

@@ -27,6 +27,13 @@ def disagreement(
         )
     first_rank, first = next(iter(commits.items()))
     for rank, commit in commits.items():
+        if commit.delay != first.delay:
+            return (
+                f"step {step} refused: the gradient is {first.delay} steps late on worker "
+                f"{first_rank} and {commit.delay} on worker {rank}; call optimizer.wait(), "
+                "state_dict() and save_checkpoint() on every worker, or on none"
+            )
+    for rank, commit in commits.items():
         for shard_id in sorted({*first.changed, *commit.changed}):
             if shard_id not in shards:
                 continue

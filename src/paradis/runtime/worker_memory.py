@@ -43,6 +43,7 @@ class BoundTensor:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.stride = tensor.stride()
+        self._aside: torch.Tensor | None = None
         self.bind()
 
     def bind(self) -> None:
@@ -54,6 +55,11 @@ class BoundTensor:
         self.pointer = self.tensor.data_ptr()
         self.bytes = as_bytes(self.flat)
         self.stage()
+
+    def moved(self) -> bool:
+        """Whether the tensor lies elsewhere than when it was bound."""
+        with torch._C.DisableTorchFunctionSubclass():  # another call may wait for its value
+            return self.tensor.data_ptr() != self.pointer
 
     def stage(self) -> None:
         """Copy the tensor's present value into the staging copy, if it has one."""
@@ -67,6 +73,20 @@ class BoundTensor:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 value = self.flat.view(self.shape) if self.flat.numel() else self.flat
                 self.tensor.copy_(value.reshape(self.shape))
+
+    def set_aside(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in memory that backward does not write, until the next call.
+
+        Args:
+            flat: as `gradient` returned it; if it is a copy already, it is returned itself.
+        """
+        grad = self.tensor.grad
+        assert grad is not None
+        if flat.untyped_storage()._cdata != grad.untyped_storage()._cdata:
+            return flat
+        if self._aside is None or self._aside.shape != flat.shape:
+            self._aside = torch.empty_like(flat)
+        return self._aside.copy_(flat)
 
     def gradient(self) -> torch.Tensor | None:
         """Return the gradient, (numel,) in the value's memory order; a view where possible.
@@ -113,6 +133,8 @@ class ShardMemory:
         coder: where the plan names a codec.
         lock: held while the coder's memories change or are copied.
         flats: per segment the gradient of the whole tensor, kept until it is coded.
+        landing: memory for a value that is not to be seen yet, or None where there is none.
+        landed: it holds the next value.
     """
 
     plan: ShardPlan
@@ -125,6 +147,8 @@ class ShardMemory:
     coder: WorkerCoder | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     flats: tuple[torch.Tensor | None, ...] = ()
+    landing: memoryview | None = None
+    landed: bool = False
 
     def bind(self) -> None:
         """Make the value's views anew from the tensors' memory."""
@@ -259,6 +283,7 @@ class GroupMemory:
     Attributes:
         on_arrived: called with every shard that has its next value, changed or not.
         coded: the present step travels as codes, where a shard has a coder.
+        landing: values land beside the parameters, which the script reads meanwhile.
     """
 
     def __init__(self, *, detect_changes: bool) -> None:
@@ -269,6 +294,7 @@ class GroupMemory:
         self._last: tuple[torch.Tensor, memoryview] | None = None
         self.on_arrived: Callable[[int], None] | None = None
         self.coded = False
+        self.landing = False
 
     def add(self, shards: tuple[ShardPlan, ...]) -> None:
         """Add the shards of a plan; their tensors are in ``tensors`` already."""
@@ -321,9 +347,48 @@ class GroupMemory:
                 coder.forget()
         self.arrived(shard)
 
-    def installed(self, shard: int) -> None:
-        """A shard's new value is in place."""
+    def land(self) -> None:
+        """Receive the next values of all trained shards beside the parameters."""
+        for memory in self.shards.values():
+            if memory.landing is None and not memory.plan.is_buffer:
+                memory.landing = memoryview(bytearray(sum(map(len, memory.value))))
+            memory.landed = False
+        self.landing = True
+
+    def receiving(self, shard: int) -> list[memoryview]:
+        """Return the memory that a shard's next value is received into."""
         memory = self.shards[shard]
+        if self.landing and memory.landing is not None:
+            return [memory.landing]
+        return memory.value
+
+    def take_landed(self) -> None:
+        """Bring what has landed into the parameters, on the script's thread."""
+        self.landing = False
+        for shard, memory in self.shards.items():
+            if memory.landed:
+                assert memory.landing is not None
+                memory.fill(memory.landing)
+                memory.landed = False
+                self.installed(shard)
+
+    def stop_landing(self) -> None:
+        """Receive into the parameters again; what has landed is dropped."""
+        self.landing = False
+
+    def name_of_change(self, shard: int, digests: list[int]) -> str:
+        """Return the name of the first parameter whose value the script changed in a shard."""
+        memory = self.shards[shard]
+        pairs = zip(memory.tensors, digests, memory.digests, strict=True)
+        return next((t.name for t, now, before in pairs if now != before), memory.tensors[0].name)
+
+    def installed(self, shard: int) -> None:
+        """A shard's new value has been received."""
+        memory = self.shards[shard]
+        if self.landing and memory.landing is not None:
+            memory.landed = True
+            self.arrived(shard)
+            return
         memory.installed()
         if self.detect_changes:
             memory.digests = memory.digest()
@@ -340,7 +405,7 @@ class GroupMemory:
         for bound in self.tensors:
             if bound.staged:
                 bound.stage()
-            elif bound.tensor.data_ptr() != bound.pointer:
+            elif bound.moved():
                 bound.bind()
                 moved = True
         if moved:

@@ -76,7 +76,9 @@ class WorkerNode(Node):
         _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
-        if held is None or not self.worker_role.wants(group, shard, version, asked, step):
+        if memory is None or held is None:
+            return self.arena.scratch(header.payload_bytes)
+        if not self.worker_role.wants(group, shard, version, asked, step):
             return self.arena.scratch(header.payload_bytes)
         if codec:
             return self._place_code(held, peer, header)
@@ -90,11 +92,12 @@ class WorkerNode(Node):
         with self._changed:
             if shard in self._receiving:
                 return self.arena.scratch(header.payload_bytes)
+            views = memory.receiving(shard)
             self._receiving[shard] = peer
         # A pull outside of steps is no span.
         if self.tracer is not None and (version == step + 1 or self._clocked(group, asked)):
             self.tracer.receiving(peer, group, shard, step)
-        return Placed(-1 - shard, tuple(held.value))
+        return Placed(-1 - shard, tuple(views))
 
     def _place_code(self, held: ShardMemory, peer: NodeId, header: FrameHeader) -> Placed:
         """Receive the code of an update beside the parameters, which it will be applied to."""
@@ -175,7 +178,10 @@ class WorkerNode(Node):
             held.step(code, effect.code.present, effect.code.options)
             self.arena.release(effect.lease)
         elif effect.lease > 0:
-            memory.shards[effect.shard].fill(self.arena.bytes_of(effect.lease).numpy().data)
+            data, start = self.arena.bytes_of(effect.lease).numpy().data, 0
+            for view in memory.receiving(effect.shard):
+                view[:] = data[start : start + len(view)]
+                start += len(view)
             self.arena.release(effect.lease)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)

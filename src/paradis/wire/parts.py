@@ -80,6 +80,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         changed: shard -> digest per segment, where the script changed values since the last update.
         order: shards in the order in which backward yielded them, from the lowest rank, when it has
             learnt it; otherwise empty.
+        delay: updates that the parameters lacked when this gradient was computed, 0 or 1.
     """
 
     revisions: dict[int, int]
@@ -90,6 +91,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     changed: dict[int, list[int]] = {}
     order: tuple[int, ...] = ()
     coded_from: int = -1
+    delay: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,11 @@ def test_clips_differ() -> None:
     assert "clip_grad_norm_" in reason(commit(), commit(clip=0.5))
 
 
+def test_gradients_are_not_equally_late() -> None:
+    text = reason(commit(), commit(delay=1))
+    assert "0 steps late on worker 0 and 1 on worker 1" in text and "optimizer.wait()" in text
+
+
 def test_changed_values_name_the_parameter_and_the_workers() -> None:
     text = reason(commit(changed={7: [1, 2]}), commit(changed={7: [1, 3]}))
     assert "value of b differently on workers 0 and 1" in text
