@@ -207,6 +207,14 @@ class TrainingConfig:
         choices="none layerwise",
         shared="overlap",
     )
+    local_reduction: str = key(
+        "off",
+        WORD,
+        "Whether the workers of a host sum their gradients before anything leaves it. auto: where "
+        "a job has several hosts. off: on one host it only adds a hop. The same bits.",
+        choices="auto on off",
+        shared="local_reduction",
+    )
     on_early_finish: str = key(
         "continue",
         WORD,

@@ -28,6 +28,7 @@ class SharedSettings:
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
         overlap: ``none`` or ``layerwise``.
+        local_reduction: ``auto``, ``on`` or ``off``, the workers of a host reduce first.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
@@ -52,6 +53,7 @@ class SharedSettings:
     same_host: str = "unix"
     rack_aggregation: str = "auto"
     overlap: str = "none"
+    local_reduction: str = "off"
     on_early_finish: str = "continue"
     detect_value_changes: bool = True
     debug_gradients: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paradis.core.host_groups import route_end
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -185,7 +186,7 @@ class ServerRole(ServerValues):
         All pushers to a receiver must keep to one order. Workers cannot start the next step without
         every update; a rack agent might miss one, so with rack agents the planned order stays.
         """
-        if not order or self.rack_of():
+        if not order or self.routes.racks:
             return
         for place, shard_id in enumerate(order):
             shard = group.shards.get(shard_id)
@@ -277,16 +278,17 @@ class ServerRole(ServerValues):
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
-        agents: dict[str, None] = {}
-        rack_of = self.rack_of()
+        ends: dict[NodeId, None] = {}
+        targets: dict[NodeId, None] = {}
+        routes = self.routes.of(shard.plan.shard)
         for rank in self.members(group):
-            agent = rack_of.get(rank, -1)
-            if agent >= 0:
-                agents[f"dispatcher-{agent}"] = None
-            if agent < 0 or agent in direct:
-                self._send_update(worker_id(rank), group, shard, unchanged=unchanged)
-        for agent_name in agents:
-            self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
+            route = routes.get(rank, -1)
+            if route >= 0:
+                ends[route_end(route)] = None
+            if route < 0 or route in direct:
+                targets[worker_id(rank)] = None
+        for target in {**targets, **ends}:
+            self._send_update(target, group, shard, unchanged=unchanged)
         group.unfinished -= 1
         if not group.unfinished:
             group.next_step(group.step + 1)

@@ -12,12 +12,13 @@ from paradis.core.flow import ASSIGN, Outbox
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.worker_sharing import WorkerSharing
 from paradis.roles.worker_state import Group, Shard, WorkerConfig
 from paradis.roles.worker_values import WorkerValues
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerValues):
+class WorkerRole(WorkerSharing, WorkerValues):
     """Pure state machine of one worker process.
 
     Args:
@@ -51,6 +52,10 @@ class WorkerRole(WorkerValues):
                 self._on_peer_lost(event)
             case ev.TimerFired(name="retry"):
                 self._retry()
+            case ev.HostSummed():
+                self._on_host_summed(event)
+            case ev.HostGroupBroken():
+                self._on_host_group_broken(event.reason)
             case _:
                 self._on_script(event)
         self._arm_retry(event, now_ns)
@@ -110,6 +115,7 @@ class WorkerRole(WorkerValues):
             return
         self._connect()
         self._reroute()
+        self._follow_host_group()
         for group in self.groups.values():
             for shard in group.shards.values():
                 if shard.stale:
@@ -146,6 +152,7 @@ class WorkerRole(WorkerValues):
         for shard in plan.shards:
             target = agent if agent and not shard.is_buffer else shard.server
             group.shards[shard.shard] = Shard(shard, target)
+        self._learn_owners(group, plan)
         self._out.append(fx.Complete(plan.group, "plan", plan.step, plan=plan))
 
     # ------------------------------------------------------------------- data
@@ -185,6 +192,9 @@ class WorkerRole(WorkerValues):
         group.next_step()
         self._out.append(fx.Complete(group.index, "step", group.step, found_inf=found_inf))
 
+    def _pull_again(self, group: Group) -> None:
+        self._pull(group)
+
     # ------------------------------------------------------------------- links
 
     def _heal(self, peer: str = "") -> None:
@@ -213,9 +223,11 @@ class WorkerRole(WorkerValues):
         if new_link:
             # What was in flight is lost. On a timer it may still arrive, so it stays counted.
             box.returned(shard.plan.shard)
-        if not group.closed:
+        if not group.closed and not shard.sum_held:
             shard.void = True  # the bytes may have moved on: push again when step() is called
-        elif shard.present and (not group.committed or shard.plan.shard in group.waiting):
+        elif (shard.present or shard.sum_held) and (
+            not group.committed or shard.plan.shard in group.waiting
+        ):
             box.lane_add(shard.plan.shard, shard.plan.priority)
 
     def _on_peer_lost(self, event: ev.PeerLost) -> None:

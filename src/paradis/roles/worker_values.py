@@ -18,6 +18,9 @@ from paradis.wire import messages as msg
 class WorkerValues(WorkerPushes):
     """Everything that the script asks for and that is not a gradient."""
 
+    def _spread(self, group: Group, update: msg.Update, lease: int) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
     # ------------------------------------------------------------- assignments
 
     def _on_assign_asked(self, event: ev.AssignAsked) -> None:
@@ -111,6 +114,7 @@ class WorkerValues(WorkerPushes):
         if not wanted or (not update.unchanged and not event.lease):
             self._release(event)
             return
+        self._spread(group, update, event.lease)
         if update.unchanged:
             self._release(event)
             self._out.append(fx.Keep(group.index, update.shard))

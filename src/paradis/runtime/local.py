@@ -106,7 +106,7 @@ def make_worker(
             retry_ns=int(settings.retry_interval_s * 1e9),
         )
     )
-    return WorkerNode(
+    node = WorkerNode(
         role,
         identity,
         control,  # type: ignore[arg-type]
@@ -114,3 +114,5 @@ def make_worker(
         # Answers to state_dict() land here: value and up to four states of some shards.
         store_bytes_max=max(64 << 20, 40 * settings.shard_bytes),
     )
+    node.host_timeout_s = settings.sync_timeout_s
+    return node

@@ -18,6 +18,7 @@ from paradis.wire.control_messages import CheckpointDone as CheckpointDone
 from paradis.wire.control_messages import CheckpointInfo as CheckpointInfo
 from paradis.wire.control_messages import ControlMessage as ControlMessage
 from paradis.wire.control_messages import Failed as Failed
+from paradis.wire.control_messages import HostGroupLost as HostGroupLost
 from paradis.wire.control_messages import Join as Join
 from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
@@ -109,7 +110,7 @@ class Push(DataMessage, frozen=True, kw_only=True):
 
 
 class RackPush(DataMessage, frozen=True, kw_only=True):
-    """Rack agent -> server: the sum over the rack's workers. Payload: sum.
+    """Rack agent, or a worker for its host -> server: the sum over the workers. Payload: sum.
 
     Attributes:
         included: (rank, revision) of every gradient in the sum, in worker order.
@@ -154,7 +155,9 @@ class Commit(DataMessage, frozen=True, kw_only=True):
 
 
 class Update(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker, or rack agent -> worker: the shard at ``version``. Payload: new value.
+    """Server, rack agent or worker of the same host -> worker: the shard at ``version``.
+
+    Payload: new value.
 
     Attributes:
         unchanged: no payload, the value is that of ``version - 1``.
