@@ -311,6 +311,8 @@ class WorkerPushes:
 
     def _on_resend(self, group: Group, resend: msg.Resend) -> None:
         shard = group.shards.get(resend.shard)
+        if shard is not None and resend.direct and resend.step > group.step:
+            shard.alone_at = resend.step  # others are there already
         if shard is None or resend.step != group.step:
             return
         if group.committed and resend.shard not in group.waiting:

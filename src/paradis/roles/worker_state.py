@@ -66,12 +66,13 @@ class Shard:
         handed: given to the owner in this step, the gradient or the word that there is none.
         gathered: of one that is mine: what the host's workers hand over is being summed.
         alone: this worker's gradient goes to the server by itself in this step, whoever owns.
+        alone_at: a later step in which it will be alone.
         included: (rank, revision) of what is in the host's sum, which the owner holds; or empty.
     """
 
     __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
                  "revision", "present", "assign", "nbytes", "next_priority",
-                 "owner", "mine", "handed", "alone", "included", "gathered")  # fmt: skip
+                 "owner", "mine", "handed", "alone", "alone_at", "included", "gathered")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
@@ -81,6 +82,7 @@ class Shard:
         self.next_priority = -1
         self.owner = -1
         self.mine = False
+        self.alone_at = -1
         self.reset()
 
     def reset(self) -> None:
@@ -172,6 +174,7 @@ class Group:
         self.commit = None
         for shard in self.shards.values():
             shard.reset()
+            shard.alone = shard.detour = shard.alone_at == self.step and shard.owner >= 0
         self._reorder()
 
     def _reorder(self) -> None:
