@@ -72,7 +72,8 @@ class Shard:
 
     __slots__ = ("plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
                  "revision", "present", "assign", "nbytes", "next_priority",
-                 "owner", "mine", "handed", "alone", "alone_at", "included", "gathered")  # fmt: skip
+                 "owner", "mine", "handed", "alone", "alone_at", "included",
+                 "gathered")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan

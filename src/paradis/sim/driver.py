@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import msgspec
@@ -95,9 +95,10 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
+        settings = replace(SETTINGS, local_reduction="on" if job.hosts else "off")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
-            settings=SETTINGS, shared=asdict(SETTINGS), tree=job.tree,
+            settings=settings, shared=asdict(settings), tree=job.tree,
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader
@@ -201,6 +202,9 @@ class Simulation:
         node = self.nodes[fault.node]
         if fault.kind == "pause":
             node.paused_until_ns = self.now + fault.duration_ns
+        elif fault.kind == "sever":
+            if isinstance(node, SimWorker) and node.sharing is not None and not node.ended:
+                self.handle(node, ev.HostGroupBroken("severed"))
         elif fault.kind == "cut":
             self.cut(node.node, NodeId(fault.peer), fault.duration_ns, "the cable was pulled")
         else:
