@@ -95,7 +95,9 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
-        settings = replace(SETTINGS, local_reduction="on" if job.hosts else "off")
+        settings = SETTINGS
+        if job.hosts:  # a rack agent would take their place
+            settings = replace(SETTINGS, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
             settings=settings, shared=asdict(settings), tree=job.tree,
