@@ -43,7 +43,8 @@ class WorkerRole(WorkerSharing, WorkerValues):
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)
             case ev.Received():
-                self._heard = True
+                # Others' repeated commits bring requests, too: those are no answer to this worker.
+                self._heard = self._heard or not isinstance(event.message, msg.Resend)
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None
