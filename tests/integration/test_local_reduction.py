@@ -72,7 +72,7 @@ ON = SMALL | {"training.local_reduction": "on"}
 
 
 def run(start_job: Start, directory: Path, *words: str, **settings: str) -> tuple[Job, list[Any]]:
-    """Run the plain script with four workers, local reduction on; return the job and its results."""
+    """Run the plain script with four workers; return the job and its results."""
     script = directory / "train.py"
     script.write_text(PLAIN)
     job = start_job(script, str(directory), *words, workers=4, servers=2, settings=ON | settings)

@@ -113,6 +113,7 @@ class Routes:
                 order, those on other servers too.
         """
         self._parts.append(sizes)
+        self._known = {}
         self._share(sizes)
 
     def _share(self, sizes: dict[int, int]) -> None:
