@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import socket
+import stat
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as distributed
 
 from paradis.errors import PeerUnreachable
+from paradis.transport.fork import watch_link
 
 OPEN_TIMEOUT_S: Final = 30.0
 """How long the members of a group look for each other: all have joined the job already."""
@@ -65,6 +69,7 @@ class HostGroup:
         self.rank = rank
         self._place = {r: place for place, r in enumerate(self.ranks)}
         limit = timedelta(seconds=timeout_s)
+        before = _loopback_sockets()
         try:
             if not distributed.is_available() or not distributed.is_gloo_available():
                 raise RuntimeError("this build of torch has no Gloo")
@@ -78,6 +83,9 @@ class HostGroup:
             options._threads = 1
             self._group: Any = kind(store, self._place[rank], len(self.ranks), options)
             self._group.barrier().wait(limit)
+            now = _loopback_sockets().items()
+            self._sockets = [(number, inode) for inode, number in now if inode not in before]
+            watch_link(self)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise PeerUnreachable(
@@ -99,6 +107,13 @@ class HostGroup:
         pending: Pending = self._group.recv([tensor], self._place[rank], tag)
         return pending
 
+    def forget(self) -> None:
+        """Close this forked child's copies of the connections: the parent's end must be seen."""
+        for number, inode in self._sockets:
+            with contextlib.suppress(OSError):
+                if os.fstat(number).st_ino == inode:
+                    os.close(number)
+
     def sever(self) -> None:
         """End every wait of this process, and by the end of the connections those of the others.
 
@@ -107,3 +122,24 @@ class HostGroup:
         peer = next(r for r in self.ranks if r != self.rank)
         with contextlib.suppress(RuntimeError):
             self.receive(peer, _NOBODY, torch.empty(1)).wait(timedelta(milliseconds=1))
+
+
+def _loopback_sockets() -> dict[int, int]:
+    """Return inode -> descriptor of this process's TCP sockets on the loopback interface.
+
+    Gloo does not tell which are its own; what appears while a group is made is taken for it.
+    """
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(int(name)))
+            try:
+                inet = copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM
+                if inet and copy.getsockname()[0] == "127.0.0.1":
+                    found[status.st_ino] = int(name)
+            finally:
+                copy.close()
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,3 +171,22 @@ def test_waits_take_a_deadline(tmp_path: Path) -> None:
         groups = list(pool.map(lambda r: HostGroup(tmp_path / "m", (0, 1), r), range(2)))
     with pytest.raises(RuntimeError, match="[Tt]imed out"):
         groups[0].receive(1, 5, torch.empty(1)).wait(timedelta(milliseconds=20))
+
+
+def test_a_forked_child_keeps_no_connection(tmp_path: Path) -> None:
+    """Else the others would not see this process end while its data loaders live."""
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda r: HostGroup(tmp_path / "m", (0, 1), r), range(2)))
+    held = [number for group in groups for number, _ in group._sockets]
+    assert held
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        open_still = [n for n in held if os.path.exists(f"/proc/self/fd/{n}")]
+        os.write(writer, str(open_still).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 1000) == b"[]"
+    assert all(os.path.exists(f"/proc/self/fd/{n}") for n in held)
+    for end in (reader, writer):
+        os.close(end)
