@@ -25,8 +25,10 @@ HERE = Path(__file__).parent
 OPTIONS: list[msg.Options] = [{"lr": 0.1}]
 
 
-def view(generation: int = 1, members: tuple[int, ...] = (0, 1), rack: bool = False,
-         left: dict[int, dict[int, int]] | None = None, host: bool = False) -> msg.View:  # fmt: skip
+def view(
+    generation: int = 1, members: tuple[int, ...] = (0, 1), rack: bool = False,
+    left: dict[int, dict[int, int]] | None = None, host: bool = False,
+) -> msg.View:  # fmt: skip
     """Return a view of two workers and one server; with ``rack`` dispatcher-0 sums for both.
 
     With ``host`` the workers are on one host and reduce first.

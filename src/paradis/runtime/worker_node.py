@@ -15,8 +15,9 @@ from paradis.roles.events import Received
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
 from paradis.runtime.host_group import HostGroup, meeting_point
+from paradis.runtime.host_lane import Shards
 from paradis.runtime.node import ControlChannel, Node
-from paradis.runtime.sharing import Shards, Sharing
+from paradis.runtime.sharing import Sharing
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.storage.tensorfile import torch_dtype
 from paradis.transport.base import Identity, Transport

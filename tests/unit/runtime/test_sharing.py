@@ -19,7 +19,8 @@ from paradis.numerics.memory_order import as_bytes
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.runtime.host_group import HostGroup, meeting_point
-from paradis.runtime.sharing import Header, Shards, Sharing
+from paradis.runtime.host_lane import Header, Shards
+from paradis.runtime.sharing import Sharing
 from paradis.wire.messages import Update
 
 ELEMENTS = 6
