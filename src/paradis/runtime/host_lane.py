@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -29,6 +30,8 @@ from paradis.roles import events as ev
 from paradis.runtime.host_group import HostGroup, Pending
 from paradis.runtime.pages import allocate
 from paradis.wire.messages import Update
+
+_log = logging.getLogger("paradis.host")
 
 FLUSH_S: Final = 5.0
 """How long an orderly end waits for what is still on its way."""
@@ -161,6 +164,9 @@ class Lane:
             job(group)
         except (RuntimeError, ParadisError) as error:  # torch raises what Gloo says as the former
             self._broke(str(error).partition("\n")[0])
+        except Exception as error:  # a bug: the workers push directly rather than wait
+            _log.exception("the exchange on this host broke")
+            self._broke(repr(error))
 
     # ----------------------------------------------------------------- sending
 
