@@ -74,12 +74,17 @@ class WorkerSharing(WorkerPushes):
         self._host, self._host_over = (), True
         self._out.append(fx.CloseHostGroup())
         for group in self.groups.values():
+            done = self._done_by_who_left(group)
             for shard in group.ordered():
-                if shard.owner >= 0:
-                    if shard.shares:
-                        self._go_alone(group, shard)
-                    shard.owner = -1
-                    shard.mine = False
+                if shard.shares and not done:
+                    self._go_alone(group, shard)
+                shard.owner = -1
+                shard.mine = False
+
+    def _done_by_who_left(self, group: Group) -> bool:
+        """Whether somebody has left after this step: then the servers have all of its updates."""
+        assert self.view is not None
+        return any(steps.get(group.index, 0) > group.step for steps in self.view.left.values())
 
     def _go_alone(self, group: Group, shard: Shard) -> None:
         """In this step the own gradient goes to the server by itself."""
