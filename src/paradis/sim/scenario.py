@@ -64,7 +64,7 @@ def _hosts(
 
     From a source of its own: what came before it stays as it was.
     """
-    if racks or workers < 2 or source.random() < 0.3:
+    if racks or workers < 2 or source.random() < 0.5:
         return (), ()
     count = source.choice((1, 1, 2))
     hosts = tuple(source.randrange(count) for _ in range(workers))
