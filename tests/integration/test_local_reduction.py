@@ -46,6 +46,7 @@ def test_the_same_bits(start_job: Start, tmp_path: Path) -> None:
 PLAIN = """
 import json, sys, torch, paradis
 import torch.distributed as distributed
+from paradis.frontend import session
 
 torch.manual_seed(3)
 model = torch.nn.Sequential(*[torch.nn.Linear(160, 160) for _ in range(4)])
@@ -58,6 +59,8 @@ torch.manual_seed(rank)
 for step in range(7 if "leave" not in sys.argv or rank else 3):
     metrics = optimizer.metrics()  # of the steps before, which all have finished when one leaves
     model(torch.randn(4, 160)).square().mean().backward()
+    if "sever" in sys.argv and (rank, step) == (2, 3):
+        session.current().node.sharing._group.sever()
     optimizer.step()
     optimizer.zero_grad()
 if "own" in sys.argv:
@@ -107,6 +110,19 @@ def test_a_worker_that_leaves_early(start_job: Start, tmp_path: Path) -> None:
     job, found = run(start_job, tmp_path, "leave")
     assert len({result["sum"] for result in found[1:]}) == 1
     assert max(result["metrics"]["push_bytes"] for result in found[1:]) >= 3 * found[1]["bytes"]
+
+
+def test_workers_that_lose_each_other_push_directly(start_job: Start, tmp_path: Path) -> None:
+    """In the middle of a step, whose bits and those of all later ones stay the same."""
+    whole, broken = (tmp_path / name for name in ("whole", "broken"))
+    for directory in (whole, broken):
+        directory.mkdir()
+    _, expected = run(start_job, whole)
+    job, found = run(start_job, broken, "sever")
+    assert {result["sum"] for result in found} == {expected[0]["sum"]}
+    assert all(result["metrics"]["push_bytes"] >= 2 * result["bytes"] for result in found)
+    told = "no local reduction any more on the host of worker-"
+    assert any(told in job.run.log(f"worker-{rank}").read_text() for rank in range(4))
 
 
 def test_a_worker_that_is_killed_is_named_and_nothing_stays(cluster: Any) -> None:

@@ -28,7 +28,7 @@ class WorkerSharing(WorkerPushes):
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
         self._host: tuple[int, ...] = ()
-        self._host_over = False
+        self._host_over = self._view_due = False
         self._gathering: dict[int, tuple[int, int]] = {}
 
     # -------------------------------------------------------------- membership
@@ -42,8 +42,10 @@ class WorkerSharing(WorkerPushes):
         if ranks and not self._host and not self._host_over:
             self._host = ranks
             self._out.append(fx.OpenHostGroup(name, ranks))
-        elif not ranks and self._host:
-            self._end_host_group()
+        elif not ranks and (self._host or self._view_due):
+            self._view_due = False
+            if self._host:
+                self._end_host_group()
             for group in self.groups.values():
                 if group.committed:
                     self._pull_again(group)  # what the owners hold does not come any more
@@ -65,6 +67,7 @@ class WorkerSharing(WorkerPushes):
         text = (f"no local reduction any more on the host of {self.node}: {reason}; "
                 "its workers push directly to the servers")  # fmt: skip
         self._send(LEADER, msg.HostGroupLost(node=self.node, text=text))
+        self._view_due = True  # until then servers may send an update to its owner alone
         self._end_host_group()
         for group in self.groups.values():
             self._pump(group)
