@@ -246,6 +246,14 @@ class TrainingConfig:
         least=1,
         shared="compression_elements_min",
     )
+    local_reduction: str = key(
+        "off",
+        WORD,
+        "Whether the workers of a host sum their gradients before anything leaves it. auto: where "
+        "a job has several hosts. off: on one host it only adds a hop. The same bits.",
+        choices="auto on off",
+        shared="local_reduction",
+    )
     on_early_finish: str = key(
         "continue",
         WORD,

@@ -34,6 +34,7 @@ class SharedSettings:
         compression_elements_min: tensors with fewer elements travel in full.
         overlap: ``layerwise``, ``none`` or ``double_buffer``.
         delay_warmup_steps: steps before ``double_buffer`` begins.
+        local_reduction: ``auto``, ``on`` or ``off``, the workers of a host reduce first.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         early_update: servers update a shard before the workers have committed.
         checkpoint_directory: empty: inside the run directory.
@@ -65,6 +66,7 @@ class SharedSettings:
     delay_warmup_steps: int = 1000
     compression: str = "none"
     compression_elements_min: int = 4096
+    local_reduction: str = "off"
     on_early_finish: str = "continue"
     early_update: bool = False
     detect_value_changes: bool = True

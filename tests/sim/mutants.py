@@ -23,6 +23,7 @@ from paradis.roles.server import ServerRole
 from paradis.roles.server_early import ServerEarly
 from paradis.roles.worker import WorkerRole
 from paradis.roles.worker_early import WorkerEarly
+from paradis.roles.worker_sharing import WorkerSharing
 from paradis.sim.driver import Simulation
 from paradis.sim.job import MS
 from paradis.sim.scenario import scenario
@@ -288,6 +289,35 @@ def unconfirmed_goes_on(patch: Patch) -> None:
     patch.setattr(WorkerRole, "_finish_if_done", finish_if_done)
 
 
+# ------------------------------------------------------------ local reduction
+
+
+def handed_twice(patch: Patch) -> None:
+    """A worker hands its gradient to the owner twice in a step."""
+    real = WorkerSharing._tell_owner
+
+    def tell_owner(self: WorkerSharing, group: Any, shard: Any, *, present: bool) -> None:
+        for _ in range(2 if present and not shard.mine else 1):
+            real(self, group, shard, present=present)
+
+    patch.setattr(WorkerSharing, "_tell_owner", tell_owner)
+
+
+def changed_unseen(patch: Patch) -> None:
+    """A gradient that changes after it was handed over stays in the host's sum as it was."""
+    real = WorkerSharing._close_with_host
+
+    def close(self: WorkerSharing, group: Any, shard: Any, *, revised: bool) -> bool:
+        return real(self, group, shard, revised=False)
+
+    patch.setattr(WorkerSharing, "_close_with_host", close)
+
+
+def stays_with_host(patch: Patch) -> None:
+    """What the host's sum cannot be made of is not pushed by itself either."""
+    patch.setattr(WorkerSharing, "_go_alone", lambda self, group, shard: None)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("arrival order", arrival_order, "Exact", "floats", (2,)),
     Mutant("tree shaped by placement", tree_by_placement, "Exact", "floats", (2,)),
@@ -296,6 +326,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("old revision applied", old_revision, "CountedOnce", "counting", (2,)),
     Mutant("absent rank not in the divisor", absent_not_counted, "Exact", "counting", (3,)),
     Mutant("applied before all commits", before_commit, "CountedOnce", "counting", (6,)),
+    Mutant("handed over twice", handed_twice, "steps differ", "floats", (5,)),
+    Mutant("changed after it was handed over", changed_unseen, "Exact", "floats", (5,)),
+    Mutant("not in the sum and not alone", stays_with_host, "Liveness", "floats", (5,)),
     Mutant("no retry timer", no_retry, "Liveness", "counting", (1,)),
     Mutant("other bytes on a repeat", other_bytes, "Exact", "counting", (6,)),
     Mutant("no fence", no_fence, "Fence", "counting", (21,)),

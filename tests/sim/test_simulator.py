@@ -84,10 +84,11 @@ def test_scenarios_cover_what_they_should() -> None:
     assert {j.workers for j in jobs} >= {1, 2, 3, 4}
     assert any(j.leaves for j in jobs) and any(j.tree for j in jobs)
     assert any(len(m.parts) > 1 for j in jobs for m in j.models)
-    assert {f.kind for j in jobs for f in j.faults} == {"pause", "cut", "crash"}
+    assert {f.kind for j in jobs for f in j.faults} == {"pause", "cut", "crash", "sever"}
     assert sum(j.clean for j in jobs) > 20
     assert 20 < sum(j.early for j in jobs) < 100
     assert not any(j.early and j.dispatchers > 1 for j in jobs)
+    assert sum(bool(j.hosts) for j in jobs) > 50 and any(len(set(j.hosts)) > 1 for j in jobs)
     storms = [j.weather for j in jobs if not j.weather.fair]
     assert any(w.loss for w in storms) and any(w.repeat for w in storms)
     assert any(w.reorder for w in storms) and not all(w.reorder for w in storms)

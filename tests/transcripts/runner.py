@@ -25,13 +25,19 @@ HERE = Path(__file__).parent
 OPTIONS: list[msg.Options] = [{"lr": 0.1}]
 
 
-def view(generation: int = 1, members: tuple[int, ...] = (0, 1), rack: bool = False,
-         left: dict[int, dict[int, int]] | None = None) -> msg.View:  # fmt: skip
-    """Return a view of two workers and one server; with ``rack`` dispatcher-0 sums for both."""
+def view(
+    generation: int = 1, members: tuple[int, ...] = (0, 1), rack: bool = False,
+    left: dict[int, dict[int, int]] | None = None, host: bool = False,
+) -> msg.View:  # fmt: skip
+    """Return a view of two workers and one server; with ``rack`` dispatcher-0 sums for both.
+
+    With ``host`` the workers are on one host and reduce first.
+    """
     return msg.View(
         generation=generation, members=members, left=left or {}, tree=((0, 1),),
         addresses={"server-0": ("x",), "dispatcher-0": ("y",)},
         racks={"r": ("dispatcher-0" if rack else "", (0, 1))},
+        host_groups={"h/1": (0, 1)} if host else {},
     )  # fmt: skip
 
 

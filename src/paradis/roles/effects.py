@@ -13,6 +13,7 @@ from paradis.wire.messages import (
     Plan,
     Saved,
     ShardPlan,
+    Update,
 )
 
 
@@ -30,6 +31,13 @@ class Gradient(Payload, frozen=True):
 class Sum(Payload, frozen=True):
     """The sum held in the shard's accumulator."""
 
+    shard: int
+
+
+class HostSum(Payload, frozen=True):
+    """The sum of a shard's gradients over the workers of this host."""
+
+    group: int
     shard: int
 
 
@@ -175,6 +183,76 @@ class KeepState(Effect, frozen=True):
     dtypes: tuple[str, ...]
     scalars: dict[int, dict[str, float]]
     lease: int
+
+
+class OpenHostGroup(Effect, frozen=True):
+    """Find the other workers of this host; `HostGroupBroken` says when that fails.
+
+    Attributes:
+        name: known to all of them and to nobody else.
+        ranks: all of them, ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class CloseHostGroup(Effect, frozen=True):
+    """Hand nothing to the other workers of this host any more."""
+
+
+class HandOver(Effect, frozen=True):
+    """Hand the own gradient of a shard, or nothing, to the worker that sums it for the host.
+
+    Once for each (shard, step): the owner waits for it. It hands its own over to itself.
+
+    Attributes:
+        present: False: this worker has no gradient that could be summed.
+    """
+
+    group: int
+    shard: int
+    step: int
+    revision: int
+    present: bool
+    owner: int
+
+
+class Gather(Effect, frozen=True):
+    """Sum what the host's workers hand over; `HostSummed` for each shard. Once a step for each.
+
+    Attributes:
+        shards: those that this worker owns on its host, in admission order.
+        ranks: of the host, in summing order.
+    """
+
+    group: int
+    step: int
+    shards: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class Spread(Effect, frozen=True):
+    """Send an update on to the other workers of this host. Once for each (shard, step).
+
+    Attributes:
+        lease: where the new value is, 0 if the update brought none.
+    """
+
+    update: Update
+    lease: int
+
+
+class Expect(Effect, frozen=True):
+    """Receive updates from the workers that own these shards on this host. Once a step.
+
+    Attributes:
+        owners: shard -> rank, in the order in which they are likely to come.
+    """
+
+    group: int
+    step: int
+    owners: dict[int, int]
 
 
 # ------------------------------------------------------------------------- server, rack agent

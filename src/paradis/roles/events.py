@@ -128,6 +128,25 @@ class SnapshotAsked(Event, frozen=True):
     info: ControlMessage
 
 
+class HostSummed(Event, frozen=True):
+    """The gradients of a shard are summed over this host; `effects.HostSum` is the sum.
+
+    Attributes:
+        included: (rank, revision) of each gradient in it, in summing order; empty: there is none.
+    """
+
+    group: int
+    shard: int
+    step: int
+    included: tuple[tuple[int, int], ...]
+
+
+class HostGroupBroken(Event, frozen=True):
+    """The workers of this host do not reach each other."""
+
+    reason: str
+
+
 class LeaveAsked(Event, frozen=True):
     """The script ended."""
 

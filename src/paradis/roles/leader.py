@@ -86,6 +86,8 @@ class LeaderRole(LeaderViews):
                         self.nodes[NodeId(node)].seen_ns = now_ns
             case msg.Leave():
                 self._on_leave(NodeId(message.node), message.steps, now_ns)
+            case msg.HostGroupLost():
+                self._on_host_group_lost(message)
             case msg.NodeExited():
                 self._on_exited(message, now_ns)
             case msg.Failed():
@@ -260,9 +262,17 @@ class LeaderRole(LeaderViews):
         """The servers say so, or fail the job, if the others really make another step."""
         assert self.view is not None
         members = [r for r in self.view.members if r != rank]
+        self._end_host_group(rank)
         self._publish_view(members, self.view.tree, self.view.racks)
         for key in list(self._registered):
             self._plan_if_complete(key, now_ns)
+
+    def _on_host_group_lost(self, lost: msg.HostGroupLost) -> None:
+        """The workers of a host push directly from now on."""
+        if self.view is None or self._over or not self._end_host_group(index_of(NodeId(lost.node))):
+            return
+        self._announce("warning", lost.text)
+        self._publish_view(self.view.members, self.view.tree, self.view.racks)
 
     def _lose_agent(self, node: NodeId, text: str) -> None:
         """A dispatcher that is not the leader is gone: its rack's workers push directly."""

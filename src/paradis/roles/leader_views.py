@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paradis.core.host_groups import obstacle
 from paradis.core.tree import Tree, default_tree, rack_group
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
 from paradis.roles import effects as fx
@@ -67,6 +68,7 @@ class LeaderViews:
         self._queue: list[msg.View | msg.Plan] = []
         self._publishing: msg.View | msg.Plan | None = None
         self._left: dict[int, dict[int, int]] = {}
+        self._host_groups: dict[str, tuple[int, ...]] = {}
         self._over = ""
         self._out: list[fx.Effect] = []
 
@@ -134,7 +136,9 @@ class LeaderViews:
         for rank in ranks:
             by_rack.setdefault(self.nodes[worker_id(rank)].join.rack, []).append(rank)
         tree = self.config.tree or default_tree(ranks, by_rack if len(by_rack) > 1 else {})
-        self._publish_view(ranks, tree, self._racks(by_rack, tree))
+        racks = self._racks(by_rack, tree)
+        self._host_groups = self._make_host_groups(ranks, tree, racks)
+        self._publish_view(ranks, tree, racks)
 
     def _racks(
         self, by_rack: dict[str, list[int]], tree: Tree
@@ -155,6 +159,39 @@ class LeaderViews:
             text = f"with training.early_update no rack agent sums for {', '.join(left_out)}"
             self._announce("warning", f"{text}: workers push directly to the servers")
         return racks
+
+    def _make_host_groups(
+        self, ranks: Iterable[int], tree: Tree, racks: dict[str, tuple[str, tuple[int, ...]]]
+    ) -> dict[str, tuple[int, ...]]:
+        """The workers of a host reduce first where that is wished and leaves the bits as they are.
+
+        A group's name holds a process number, so that no later one is taken for it.
+        """
+        mode = self.config.settings.local_reduction
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self.nodes[worker_id(rank)].join.host, []).append(rank)
+        apart = any(self.nodes[n].join.host not in by_host for n in self._of_role("server"))
+        if mode == "off" or (mode == "auto" and len(by_host) == 1 and not apart):
+            return {}
+        through_agent = {r for agent, of_rack in racks.values() if agent for r in of_rack}
+        groups: dict[str, tuple[int, ...]] = {}
+        for host, members in by_host.items():
+            why = obstacle(tree, members)
+            if not why and any(r in through_agent for r in members):
+                why = "its gradients are summed by a rack agent"
+            if not why:
+                groups[f"{host}/{self.nodes[worker_id(members[0])].join.pid}"] = tuple(members)
+            elif mode == "on":
+                self._announce("warning", f"no local reduction on host {host}: {why}")
+        return groups
+
+    def _end_host_group(self, rank: int) -> bool:
+        """The host group of this worker, if it has one, is no more; return whether it had."""
+        kept = {n: ranks for n, ranks in self._host_groups.items() if rank not in ranks}
+        had = len(kept) < len(self._host_groups)
+        self._host_groups = kept
+        return had
 
     def _warn_capabilities(self) -> None:
         seen: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -194,7 +231,7 @@ class LeaderViews:
         self.generation += 1
         self.view = msg.View(
             generation=self.generation, members=tuple(members), left=dict(self._left), tree=tree,
-            addresses=addresses, racks=racks,
+            addresses=addresses, racks=racks, host_groups=dict(self._host_groups),
         )  # fmt: skip
         self._publish(self.view)
 

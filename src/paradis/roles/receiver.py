@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from paradis.core.aggregation import Collection, Contribution
 from paradis.core.flow import Ledger
+from paradis.core.host_groups import Routes, host_route, owner_on, route_end
 from paradis.core.tree import Tree, order, restrict
-from paradis.ids import LEADER, NodeId, index_of, worker_id
+from paradis.ids import LEADER, NodeId, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.stale_state import StaleGroup, StaleShard
 from paradis.roles.step_ahead import Ahead
-from paradis.roles.worker_state import push_bytes
+from paradis.roles.worker_state import push_bytes, shard_sizes
 from paradis.wire import messages as msg
 
 
@@ -178,7 +179,7 @@ class Receiver:
         self.groups: dict[int, HeldGroup] = {}
         self._by_shard: dict[int, tuple[HeldGroup, HeldShard]] = {}
         self._ledgers: dict[tuple[str, int], Ledger] = {}
-        self._rack_of: dict[int, int] = {}
+        self.routes = Routes()
         self._restricted: tuple[tuple[int, tuple[int, ...]], Tree] = ((-1, ()), ())
         self._out: list[fx.Effect] = []
 
@@ -208,13 +209,9 @@ class Receiver:
             self._restricted = (key, restrict(self.view.tree, members))
         return self._restricted[1]
 
-    def rack_of(self) -> dict[int, int]:
-        """Return rank -> index of its rack agent, for ranks that go through one."""
-        return self._rack_of
-
-    def routes(self, shard: HeldShard) -> Mapping[int, int]:
-        """Return `rack_of` for a shard: codes cannot be summed, so they pass by the agents."""
-        return {} if shard.plan.codec else self._rack_of
+    def routes_of(self, shard: HeldShard) -> Mapping[int, int]:
+        """Return rank -> route of a shard: codes cannot be summed on the way, so they have none."""
+        return {} if shard.plan.codec else self.routes.of(shard.plan.shard)
 
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
@@ -266,9 +263,11 @@ class Receiver:
                 shard.whole[push.worker] = None
         else:
             ranks, rack = dict(push.included), push.worker
+            if role_of(event.source) == "worker":
+                rack = host_route(push.worker)
         added = shard.collection.add(
             ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, tag=push.revision,
-            rack_of=self.routes(shard) if self._serves_racks else None,
+            rack_of=self.routes_of(shard) if self._serves_racks else None,
         )  # fmt: skip
         self._release_all(group, shard, added.dropped)
         ledger = self._ledger(event.source, group)
@@ -332,9 +331,8 @@ class Receiver:
         self._send(target, ack)
 
     def _pusher(self, contribution: Contribution) -> NodeId:
-        if contribution.rack >= 0:
-            return NodeId(f"dispatcher-{contribution.rack}")
-        return worker_id(next(iter(contribution.ranks)))
+        rack, ranks = contribution.rack, contribution.ranks
+        return route_end(rack) if rack >= 0 else worker_id(next(iter(ranks)))
 
     def _release_all(
         self, group: HeldGroup, shard: HeldShard, contributions: Iterable[Contribution]
@@ -353,12 +351,12 @@ class Receiver:
 
     def _ask(self, group: HeldGroup, shard: HeldShard, ranks: Iterable[int]) -> None:
         """Ask for gradients whose sum was thrown away; a rack's sum is asked of its agent."""
-        rack_of = self.routes(shard)
+        routes = self.routes_of(shard)
         targets: dict[tuple[str, bool], None] = {}
         for rank in ranks:
-            agent = rack_of.get(rank, -1)
-            if agent >= 0 and agent not in shard.collection.direct and self._serves_racks:
-                targets[(f"dispatcher-{agent}", False)] = None
+            route = routes.get(rank, -1)
+            if route >= 0 and route not in shard.collection.direct and self._serves_racks:
+                targets[(route_end(route), False)] = None
             else:
                 targets[(worker_id(rank), self._serves_racks)] = None
         for target, direct in targets:
@@ -407,7 +405,9 @@ class Receiver:
     ) -> None:  # fmt: skip
         """Drop contributions and a sum that the commits rule out; ask anew for what was right."""
         collection = shard.collection
-        self._release_all(group, shard, collection.drop_wrong(expected))
+        wrong = collection.drop_wrong(expected)
+        self._release_all(group, shard, wrong)
+        self._give_up_hosts(group, shard, wrong, expected)
         ask = collection.void_sum(expected, members)
         if ask is None and collection.summed is not None and shard.members != members:
             ask = [r for r in collection.summed if r in members]
@@ -473,7 +473,7 @@ class Receiver:
 
         So it is when a worker has lost the agent and has nothing to push: the agent waits for it.
         """
-        rack_of = self.routes(shard)
+        rack_of = self.routes_of(shard)
         owner = rack_of.get(rank, -1)
         if self._serves_racks and owner >= 0:
             members = self.members(group)
@@ -481,17 +481,27 @@ class Receiver:
             if all(group.said(r) is not None for r in mates):
                 shard.collection.direct[owner] = None
 
+    def _give_up_hosts(
+        self, group: HeldGroup, shard: HeldShard, wrong: Iterable[Contribution],
+        expected: Mapping[int, int | None],
+    ) -> None:  # fmt: skip
+        """A host's sum holds what does not count; nobody makes it anew: its workers push directly.
+
+        A rack agent hears of the commits and sums again.
+        """
+        for contribution in wrong:
+            if owner_on(contribution.rack) >= 0:
+                shard.collection.direct[contribution.rack] = None
+                ranks = contribution.ranks.items()
+                self._ask(group, shard, [r for r, v in ranks if expected.get(r, v) == v])
+
     def adopt_view(self, view: msg.View) -> bool:
         """Take a newer view over; return whether it was newer."""
         if self.view is not None and view.generation < self.view.generation:
             return False
         self.view = view
-        self._rack_of = {
-            rank: index_of(NodeId(agent))
-            for agent, ranks in view.racks.values()
-            if agent
-            for rank in ranks
-        }
+        racks = {r: index_of(NodeId(a)) for a, ranks in view.racks.values() if a for r in ranks}
+        self.routes.follow(racks, view.host_groups.values())
         return True
 
     def adopt_plan(self, plan: msg.Plan, shards: Iterable[msg.ShardPlan]) -> bool:
@@ -510,6 +520,7 @@ class Receiver:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard
             self._by_shard[shard_plan.shard] = (group, shard)
+        self.routes.add(shard_sizes(plan))
         group.next_step(plan.step)
         for (_, index), ledger in self._ledgers.items():
             if index == plan.group:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from paradis.core.codes import NUMBERS
+from paradis.core.host_groups import route_end
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -210,7 +211,7 @@ class ServerRole(ServerEarly, StaleSteps):
         All pushers to a receiver must keep to one order. Workers cannot start the next step without
         every update; a rack agent might miss one, so with rack agents the planned order stays.
         """
-        if not order or self.rack_of():
+        if not order or self.routes.racks:
             return
         for place, shard_id in enumerate(order):
             shard = group.shards.get(shard_id)
@@ -312,18 +313,19 @@ class ServerRole(ServerEarly, StaleSteps):
         self._out.append(fx.ReleaseSum(shard.plan.shard))
         shard.version += 1
         shard.whole = {}
-        agents: dict[str, None] = {}
         if unchanged:
             shard.kept = shard.version
-        rack_of = self.routes(shard)
+        ends: dict[NodeId, None] = {}
+        targets: dict[NodeId, None] = {}
+        routes = self.routes_of(shard)
         for rank in self.members(group):
-            agent = rack_of.get(rank, -1)
-            if agent >= 0:
-                agents[f"dispatcher-{agent}"] = None
-            if agent < 0 or agent in direct:
-                self._send_update(worker_id(rank), group, shard, unchanged=unchanged)
-        for agent_name in agents:
-            self._send_update(NodeId(agent_name), group, shard, unchanged=unchanged)
+            route = routes.get(rank, -1)
+            if route >= 0:
+                ends[route_end(route)] = None
+            if route < 0 or route in direct:
+                targets[worker_id(rank)] = None
+        for target in {**targets, **ends}:
+            self._send_update(target, group, shard, unchanged=unchanged)
         group.unfinished -= 1
         self._end_step(group)
 

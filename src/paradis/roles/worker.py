@@ -14,11 +14,12 @@ from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_early import WorkerEarly
+from paradis.roles.worker_sharing import WorkerSharing
 from paradis.roles.worker_state import Group, Shard, WorkerConfig
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerEarly):
+class WorkerRole(WorkerSharing, WorkerEarly):
     """Pure state machine of one worker process.
 
     Args:
@@ -43,7 +44,8 @@ class WorkerRole(WorkerEarly):
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)
             case ev.Received():
-                self._heard = True
+                # Others' repeated commits bring requests, too: those are no answer to this worker.
+                self._heard = self._heard or not isinstance(event.message, msg.Resend)
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -52,6 +54,10 @@ class WorkerRole(WorkerEarly):
                 self._on_peer_lost(event)
             case ev.TimerFired(name="retry"):
                 self._retry()
+            case ev.HostSummed():
+                self._on_host_summed(event)
+            case ev.HostGroupBroken():
+                self._on_host_group_broken(event.reason)
             case _:
                 self._on_script(event)
         self._arm_retry(event, now_ns)
@@ -126,6 +132,7 @@ class WorkerRole(WorkerEarly):
             return
         self._connect()
         self._reroute()
+        self._follow_host_group()
         for group in self.groups.values():
             for shard in group.shards.values():
                 if shard.stale:
@@ -168,6 +175,7 @@ class WorkerRole(WorkerEarly):
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
             group.shards[shard.shard].version = plan.step
         group.resize()
+        self._learn_owners(group, plan)
         self._out.append(fx.Complete(plan.group, "plan", plan.step, plan=plan))
 
     # ------------------------------------------------------------------- data
@@ -214,6 +222,9 @@ class WorkerRole(WorkerEarly):
                 self._out.append(fx.Copy(group.index, checkpoint, step))
         self._out.append(fx.Complete(group.index, "step", group.step, found_inf=found_inf))
 
+    def _pull_again(self, group: Group) -> None:
+        self._pull(group)
+
     # ------------------------------------------------------------------- links
 
     def _heal(self, peer: str = "") -> None:
@@ -244,9 +255,11 @@ class WorkerRole(WorkerEarly):
         if new_link:
             # What was in flight is lost. On a timer it may still arrive, so it stays counted.
             box.returned(shard.plan.shard)
-        if not group.closed:
+        if not group.closed and not shard.sum_held:
             shard.void = True  # the bytes may have moved on: push again when step() is called
-        elif shard.present and (not group.committed or shard.plan.shard in group.waiting):
+        elif (shard.present or shard.sum_held) and (
+            not group.committed or shard.plan.shard in group.waiting
+        ):
             box.lane_add(shard.plan.shard, shard.plan.priority)
 
     def _on_peer_lost(self, event: ev.PeerLost) -> None:

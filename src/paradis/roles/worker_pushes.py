@@ -58,6 +58,21 @@ class WorkerPushes:
         assert self.view is not None
         return self.view.members
 
+    def _hand_over(self, group: Group, shard: Shard) -> bool:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _close_with_host(self, group: Group, shard: Shard, *, revised: bool) -> bool:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _closed_to_host(self, group: Group, *, commit: bool) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _go_alone(self, group: Group, shard: Shard) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _send_host_sum(self, group: Group, shard: Shard) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
     # ------------------------------------------------------------------ routes
 
     def _agent(self) -> str:
@@ -112,12 +127,20 @@ class WorkerPushes:
             same = begun is not None and begun[0] == group.step
             box.begin({s.plan.shard: s.nbytes for s in shards}, keep_lane=same)
             for shard in shards:
-                absent = group.closed and not shard.present
-                if shard.sent or shard.detour or absent:
-                    box.settle(shard.plan.shard)
-                elif shard.ready:
-                    box.ready(shard.plan.shard)
+                self._enter(group, shard, box)
         return box
+
+    @staticmethod
+    def _enter(group: Group, shard: Shard, box: Outbox) -> None:
+        """Say where a shard stands when its outbox is begun."""
+        if shard.shares:
+            passed, ready = not shard.mine, shard.sum_held
+        else:
+            passed, ready = group.closed and not shard.present, shard.ready
+        if shard.sent or shard.detour or passed:
+            box.settle(shard.plan.shard)
+        elif ready:
+            box.ready(shard.plan.shard)
 
     def _on_ready(self, index: int, shards: tuple[int, ...]) -> None:
         group = self.groups[index]
@@ -133,8 +156,10 @@ class WorkerPushes:
 
     def _make_ready(self, group: Group, shard: Shard) -> None:
         """The gradient exists: queue it in the window, or in the lane if its place has passed."""
-        box = self._begin(group, shard.target)
         shard.ready = True
+        if self._hand_over(group, shard):
+            return
+        box = self._begin(group, shard.target)
         if shard.detour or box.settled(shard.plan.shard):
             shard.detour = True
             box.lane_add(shard.plan.shard, shard.plan.priority)
@@ -151,6 +176,7 @@ class WorkerPushes:
         for shard in group.ordered():
             if shard.trainable:
                 self._close_shard(group, shard, present, revised)
+        self._closed_to_host(group, commit=commit)
         group.commit = commit_with_revisions(event.commit, group)
         if commit:
             # Before `committed`: a thread that receives an update looks at both without a lock.
@@ -181,6 +207,8 @@ class WorkerPushes:
     ) -> None:
         shard_id = shard.plan.shard
         shard.present = shard_id in present
+        if self._close_with_host(group, shard, revised=shard_id in revised):
+            return
         if not shard.present:
             box = self._begin(group, shard.target)
             box.settle(shard_id)
@@ -207,7 +235,7 @@ class WorkerPushes:
         if group.committed and shard.plan.shard not in group.waiting:
             return
         shard.acked = False
-        if group.closed and shard.present:
+        if (group.closed and shard.present) or shard.sum_held:
             if shard.sent:  # else it is queued, and will go out with its present revision
                 box = self._begin(group, shard.target)
                 box.settle(shard.plan.shard)
@@ -244,6 +272,9 @@ class WorkerPushes:
             self._send_push(group, group.shards[shard_id], target)
 
     def _send_push(self, group: Group, shard: Shard, target: str) -> None:
+        if shard.sum_held:
+            self._send_host_sum(group, shard)
+            return
         assert shard.ready, f"shard {shard.plan.shard} has no gradient in step {group.step}"
         shard.sent = True
         push = msg.Push(
@@ -289,7 +320,7 @@ class WorkerPushes:
         if box is None or shard is None:
             return
         if ack.step == group.step:
-            if ack.revision == shard.revision and not shard.void:
+            if ack.revision == shard.tag and not shard.void:
                 shard.acked = True
                 if ack.credit:
                     box.lane_done(ack.shard)
@@ -299,12 +330,16 @@ class WorkerPushes:
 
     def _on_resend(self, group: Group, resend: msg.Resend) -> None:
         shard = group.shards.get(resend.shard)
+        if shard is not None and resend.direct and resend.step > group.step:
+            shard.alone_at = resend.step  # others are there already
         if shard is None or resend.step != group.step:
             return
         if group.committed and resend.shard not in group.waiting:
             return
         if resend.direct and shard.target != shard.server:
             self._go_direct(group, shard)
+        elif resend.direct and shard.shares:
+            self._go_alone(group, shard)
         else:
             self._push_again(group, shard)
         self._pump(group)

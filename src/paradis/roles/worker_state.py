@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paradis.wire.messages import CheckpointInfo, ShardPlan, StepCommit, Update
+from paradis.wire.messages import CheckpointInfo, Plan, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                  "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
@@ -14,6 +14,11 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64
 
 Assignment = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]]
 """Keys, dtypes and scalars of values to send to the server."""
+
+
+SUM_TAG = 0xFFFF
+"""Stands for the revision where the sum of a host is pushed: no script changes a gradient so often
+in one step."""
 
 
 def push_bytes(plan: ShardPlan, *, coded: bool) -> int:
@@ -26,6 +31,14 @@ def push_bytes(plan: ShardPlan, *, coded: bool) -> int:
     if coded and plan.codec:
         return plan.code_bytes
     return plan.length * ELEMENT_BYTES[plan.dtype]
+
+
+def shard_sizes(plan: Plan) -> dict[int, int]:
+    """Return shard -> bytes, in admission order, of the shards whose gradients may be summed on
+    the way: codes cannot."""
+    shards = (s for s in plan.shards if not s.is_buffer and s.length and not s.codec)
+    ordered = sorted(shards, key=lambda s: (s.priority, s.shard))
+    return {s.shard: push_bytes(s, coded=False) for s in ordered}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,10 +73,19 @@ class Shard:
         assign: values to send to the server: keys, dtypes, scalars.
         next_priority: place in admission order from the next step on, -1: as it is.
         version: in a group with clocks: the number of updates in the value that we have.
+        owner: rank that sums the shard for this host, -1: nobody does.
+        mine: this worker is the owner.
+        handed: given to the owner in this step, the gradient or the word that there is none.
+        gathered: of one that is mine: what the host's workers hand over is being summed.
+        alone: this worker's gradient goes to the server by itself in this step, whoever owns.
+        alone_at: a later step in which it will be alone.
+        included: (rank, revision) of what is in the host's sum, which the owner holds; or empty.
     """
 
     __slots__ = ("version", "plan", "target", "ready", "sent", "acked", "void", "stale", "detour",
-                 "revision", "present", "assign", "nbytes", "next_priority", "whole")  # fmt: skip
+                 "revision", "present", "assign", "nbytes", "next_priority", "whole",
+                 "owner", "mine", "handed", "alone", "alone_at", "included",
+                 "gathered")  # fmt: skip
 
     def __init__(self, plan: ShardPlan, target: str) -> None:
         self.plan = plan
@@ -72,13 +94,33 @@ class Shard:
         self.assign: Assignment | None = None
         self.next_priority = -1
         self.version = 0
+        self.owner = -1
+        self.mine = False
+        self.alone_at = -1
         self.reset()
 
     def reset(self) -> None:
         """Forget the step that ended."""
         self.ready = self.sent = self.acked = self.void = self.stale = self.detour = False
         self.present = self.whole = False
+        self.handed = self.alone = self.gathered = False
         self.revision = 0
+        self.included: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def shares(self) -> bool:
+        """Whether the gradient goes to the owner on this host, not to a server or rack agent."""
+        return self.owner >= 0 and not self.alone
+
+    @property
+    def sum_held(self) -> bool:
+        """Whether what this worker pushes is the sum of its host, and it is there."""
+        return self.shares and bool(self.included)
+
+    @property
+    def tag(self) -> int:
+        """What the receiver's answers call that which is pushed at present."""
+        return SUM_TAG if self.sum_held else self.revision
 
     @property
     def server(self) -> str:
@@ -166,6 +208,7 @@ class Group:
         self.missed = {}
         for shard in self.shards.values():
             shard.reset()
+            shard.alone = shard.detour = shard.alone_at == self.step and shard.owner >= 0
         self.resize()
         self._reorder()
 

@@ -29,6 +29,9 @@ class WorkerValues(WorkerPushes):
     def _miss(self, group: Group, shard_id: int) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
+    def _spread(self, group: Group, update: msg.Update, lease: int) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
     # ------------------------------------------------------------- assignments
 
     def _on_assign_asked(self, event: ev.AssignAsked) -> None:
@@ -148,6 +151,7 @@ class WorkerValues(WorkerPushes):
         if self.takes_aside(group.index, update.version):
             self._keep_early(group, update, event)
             return
+        self._spread(group, update, event.lease)
         if update.unchanged:
             self._release(event)
             self._out.append(fx.Keep(group.index, update.shard))

@@ -107,7 +107,7 @@ def make_worker(
             early_update=settings.early_update,
         )
     )
-    return WorkerNode(
+    node = WorkerNode(
         role,
         identity,
         control,  # type: ignore[arg-type]
@@ -116,3 +116,5 @@ def make_worker(
         # updates each plan widens it.
         store_bytes_max=max(64 << 20, 40 * settings.shard_bytes),
     )
+    node.host_timeout_s = settings.sync_timeout_s
+    return node

@@ -15,6 +15,7 @@ from paradis.ids import NodeId, index_of, role_of
 from paradis.observe.spans import Span, SpanRecorder
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
+from paradis.roles.worker_state import SUM_TAG
 from paradis.wire.messages import DataMessage, Push, PushAck, RackPush, Update
 
 Report = Callable[[], None] | None
@@ -52,6 +53,7 @@ class Tracer:
         self._sums: dict[int, _Open] = {}
         self._updates: dict[int, _Open] = {}
         self._arriving: dict[int, _Open] = {}
+        self._handed: dict[int, _Open] = {}
 
     # ----------------------------------------------------------------- events
 
@@ -62,6 +64,8 @@ class Tracer:
                 self._acknowledged(source, ack)
             case ev.Received(message=Push() | RackPush() as push, lease=lease) if lease:
                 self._contributed(push)
+            case ev.HostSummed():
+                self._summed(event)
             case ev.Reduced():
                 self._reduced(event)
             case ev.Applied():
@@ -69,11 +73,18 @@ class Tracer:
                 if opened is not None:
                     self._record("update", event.shard, opened)
 
+    def _summed(self, event: ev.HostSummed) -> None:
+        opened = self._handed.pop(event.shard, None)
+        if opened is not None and opened.step == event.step:
+            opened.bytes *= len(event.included)
+            self._record("local reduction", event.shard, opened)
+
     def _acknowledged(self, source: NodeId, ack: PushAck) -> None:
         opened = self._pushes.get((source, ack.shard))
         if opened is not None and (ack.step, ack.revision) == (opened.step, opened.mark):
             del self._pushes[source, ack.shard]
-            what = "sum" if self._rank < 0 else "gradient"
+            of_host = ack.revision == SUM_TAG
+            what = "sum" if self._rank < 0 or of_host else "gradient"
             self._record("push", ack.shard, opened, what=what, worker=self._rank)
 
     def _contributed(self, push: DataMessage) -> None:
@@ -116,6 +127,13 @@ class Tracer:
                 on_sent()
 
         return sent
+
+    def handing_over(self, effect: fx.HandOver, nbytes: int) -> None:
+        """Note that this worker's gradient of a shard is there, for the sum of its host.
+
+        Only the owner of the shard learns when that is done; on the others nothing closes it.
+        """
+        self._handed[effect.shard] = _Open(effect.group, effect.step, monotonic_ns(), 0, nbytes)
 
     def summing(self, effect: fx.Reduce, nbytes: int) -> None:
         """Note that a sum is begun.

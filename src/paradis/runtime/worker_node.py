@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from paradis.errors import DeadlineExceeded, InternalError, ParadisError, from_name
-from paradis.ids import NodeId
+from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
+from paradis.roles.events import Received
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
+from paradis.runtime.host_group import HostGroup, meeting_point
+from paradis.runtime.host_lane import Shards
 from paradis.runtime.node import ControlChannel, Node
 from paradis.runtime.part_writer import PartWriter
+from paradis.runtime.sharing import Sharing
 from paradis.runtime.worker_memory import GroupMemory, ShardMemory
 from paradis.storage.checkpoint import Section
+from paradis.storage.tensorfile import torch_dtype
 from paradis.transport.base import Identity, Transport
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Assign, DataMessage, Update
@@ -41,6 +46,8 @@ class WorkerNode(Node):
         memory: group -> its tensors.
         kept: (group, shard) -> state fetched last.
         parts: writes this worker's part of checkpoints.
+        sharing: the exchange with the other workers of this host, if there is one.
+        host_timeout_s: deadline of each wait in it.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class WorkerNode(Node):
         self._done: dict[tuple[int, str], fx.Complete] = {}
         self._changed = threading.Condition()
         self.worker_role = role
+        self.sharing: Sharing | None = None
+        self.host_timeout_s = 1800.0
         super().__init__(
             role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
         )
@@ -76,7 +85,7 @@ class WorkerNode(Node):
         _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
         memory = self.memory.get(group)
         held = memory.shards.get(shard) if memory is not None else None
-        if memory is None or held is None:
+        if held is None:
             return self.arena.scratch(header.payload_bytes)
         if not self.worker_role.wants(group, shard, version, asked, step):
             return self.arena.scratch(header.payload_bytes)
@@ -89,11 +98,9 @@ class WorkerNode(Node):
             if aside.lease and self.tracer is not None:
                 self.tracer.receiving(peer, group, shard, step)
             return aside
-        with self._changed:
-            if shard in self._receiving:
-                return self.arena.scratch(header.payload_bytes)
-            views = memory.receiving(shard)
-            self._receiving[shard] = peer
+        views = self._claim(peer, group, shard, header.payload_bytes)
+        if views is None:
+            return self.arena.scratch(header.payload_bytes)
         # A pull outside of steps is no span.
         if self.tracer is not None and (version == step + 1 or self._clocked(group, asked)):
             self.tracer.receiving(peer, group, shard, step)
@@ -111,6 +118,18 @@ class WorkerNode(Node):
     def _clocked(self, group: int, asked: int) -> bool:
         """Whether an update answers a step of a group in which each worker has its own clock."""
         return not asked and self.worker_role.groups[group].clocked
+
+    def _claim(self, peer: NodeId, group: int, shard: int, nbytes: int) -> list[memoryview] | None:
+        """Return the memory of a shard's value to receive into; None: it is spoken for."""
+        memory = self.memory.get(group)
+        held = memory.shards.get(shard) if memory is not None else None
+        if memory is None or held is None:
+            return None
+        with self._changed:
+            if shard in self._receiving or sum(len(v) for v in held.value) != nbytes:
+                return None
+            self._receiving[shard] = peer
+        return memory.receiving(shard)
 
     def abandon(self, placed: Placed) -> None:
         """Take back memory whose payload is not delivered; another copy may be received then."""
@@ -150,6 +169,12 @@ class WorkerNode(Node):
                     lambda: self.parts.copy(effect, lambda: (self._own_memories(effect.group), {})),
                     nbytes=1 << 30,
                 )
+            case fx.OpenHostGroup():
+                self._open_host_group(effect)
+            case fx.CloseHostGroup() if self.sharing is not None:
+                self.sharing.sever()
+            case fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():
+                self._share(effect)
             case fx.KeepState():
                 self.kept[effect.group, effect.shard] = KeptState(
                     effect.keys, effect.dtypes, effect.scalars,
@@ -163,6 +188,65 @@ class WorkerNode(Node):
         shards = self.memory[group].shards.values()
         rank = self.worker_role.config.rank
         return [section for shard in shards for section in shard.sections(rank)]
+
+    # ----------------------------------------------------------- local reduction
+
+    def _open_host_group(self, effect: fx.OpenHostGroup) -> None:
+        rank = self.worker_role.config.rank
+        path = meeting_point(effect.name, effect.ranks, self.identity.token)
+        shards = Shards(
+            dtype=lambda g, s: torch_dtype(self.memory[g].shards[s].plan.dtype),
+            nbytes=lambda g, s: sum(map(len, self.memory[g].shards[s].value)),
+            claim=self._claim_shared,
+            arrived=self._arrived_shared,
+            abandon=lambda shard: self._received(-1 - shard),
+        )
+        self.sharing = Sharing(
+            lambda: HostGroup(path, effect.ranks, rank), rank, shards,
+            post=self.driver.post, timeout_s=self.host_timeout_s,
+        )  # fmt: skip
+
+    def _share(self, effect: fx.Gather | fx.HandOver | fx.Spread | fx.Expect) -> None:
+        assert self.sharing is not None
+        match effect:
+            case fx.Gather():
+                self.sharing.gather(effect)
+            case fx.HandOver():
+                held = self.memory[effect.group].shards[effect.shard]
+                views = held.gradient if effect.present else []
+                if self.tracer is not None and effect.present:
+                    self.tracer.handing_over(effect, sum(map(len, views)))
+                self.sharing.hand_over(effect, views)
+            case fx.Spread(update=update, lease=lease):
+                views = []
+                if lease < 0:
+                    views = self.memory[update.group].shards[update.shard].value
+                elif lease > 0:
+                    views = [self.arena.bytes_of(lease).numpy().data]
+                self.sharing.spread(update, views)
+            case fx.Expect():
+                self.sharing.expect(effect)
+
+    def _claim_shared(self, rank: int, update: Update) -> list[memoryview] | None:
+        """As `place`, for an update that another worker of this host sends on."""
+        group, shard = update.group, update.shard
+        if not self.worker_role.wants(group, shard, update.version):
+            return None
+        held = self.memory[group].shards[shard].value
+        views = self._claim(worker_id(rank), group, shard, sum(map(len, held)))
+        if views is not None and self.tracer is not None:
+            self.tracer.receiving(worker_id(rank), group, shard, update.step)
+        return views
+
+    def _arrived_shared(self, rank: int, update: Update, placed: bool) -> None:
+        lease = -1 - update.shard if placed else 0
+        self.driver.post(Received(worker_id(rank), update, lease))
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        if self.sharing is not None:
+            self.sharing.close(orderly=self.error is None)
+        super().close()
 
     def _received(self, lease: int) -> None:
         with self._changed:
@@ -204,6 +288,11 @@ class WorkerNode(Node):
                 views = self.memory[group].shards[shard].gradient
                 self.counters.add(push_bytes=sum(map(len, views)))
                 return message, views, None
+            case fx.HostSum(group=group, shard=shard):
+                assert self.sharing is not None
+                total = self.sharing.sum_of(group, shard)
+                self.counters.add(push_bytes=len(total))
+                return message, [total], None
             case fx.Sections(group=group, shard=shard):
                 held = self.memory[group].shards[shard]
                 assert isinstance(message, Assign)

@@ -105,6 +105,8 @@ class Simulation:
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
             early_update=job.early, compression=compression,
         )  # fmt: skip
+        if job.hosts:  # a rack agent would take their place
+            settings = replace(settings, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
             settings=settings, shared=asdict(settings), tree=job.tree,
@@ -216,6 +218,9 @@ class Simulation:
         node = self.nodes[fault.node]
         if fault.kind == "pause":
             node.paused_until_ns = self.now + fault.duration_ns
+        elif fault.kind == "sever":
+            if isinstance(node, SimWorker) and node.sharing is not None and not node.ended:
+                self.handle(node, ev.HostGroupBroken("severed"))
         elif fault.kind == "cut":
             self.cut(node.node, NodeId(fault.peer), fault.duration_ns, "the cable was pulled")
         else:

@@ -81,7 +81,8 @@ class Fault:
 
     Attributes:
         kind: ``pause`` (the node handles nothing), ``cut`` (the link is lost and cannot be opened
-            for a while) or ``crash`` (the node ends; only rack agents may).
+            for a while), ``crash`` (the node ends; only rack agents may) or ``sever`` (the workers
+            of the node's host lose each other).
     """
 
     kind: str
@@ -97,6 +98,7 @@ class Job:
 
     Attributes:
         racks: rack index of each worker; one rack agent per rack index.
+        hosts: host of each worker, where the workers of a host reduce first; empty: none do.
         tree: logical groups, empty for the default.
         quota_bytes: of every pusher at every receiver; roles raise it to two largest shards.
         leaves: rank -> number of steps after which it leaves early.
@@ -118,6 +120,7 @@ class Job:
     models: tuple[Model, ...]
     racks: tuple[int, ...]
     dispatchers: int
+    hosts: tuple[int, ...] = ()
     tree: tuple[tuple[int, ...], ...] = ()
     quota_bytes: int = 1
     habits: Habits = Habits()

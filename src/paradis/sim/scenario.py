@@ -50,11 +50,16 @@ def scenario(seed: int, workload: str) -> Job:
         ranks = list(range(workers))
         source.shuffle(ranks)
         tree = (tuple(ranks[:2]), tuple(ranks[2:]))
+    hosts, severed = _hosts(random.Random(f"hosts {seed}"), workers, racks_count)
+    if hosts:
+        everybody = range(workers)
+        tree = tuple(tuple(r for r in everybody if hosts[r] == h) for h in dict.fromkeys(hosts))
     job = Job(
+        hosts=hosts,
         seed=seed, workload=workload, workers=workers, servers=servers, steps=steps,
         models=_models(source), racks=racks, dispatchers=dispatchers, tree=tree,
         quota_bytes=source.choice((1, 1, 600, 1 << 20)), habits=_habits(source), weather=weather,
-        faults=_faults(source, workers, servers, racks if racks_count else ()),
+        faults=(*_faults(source, workers, servers, racks if racks_count else ()), *severed),
         leaves=leaves, slow=_slow(source, workers, servers),
         **_coded(random.Random(seed * 31 + 7), workers, steps),
     )  # fmt: skip
@@ -94,6 +99,23 @@ def _stale(seed: int, mode: str) -> Job:
         habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
         early=False, coded=False, freeze=-1, freeze_at_ns=(),
     )  # fmt: skip
+
+
+def _hosts(
+    source: random.Random, workers: int, racks: int
+) -> tuple[tuple[int, ...], tuple[Fault, ...]]:
+    """Return the host of each worker, where hosts reduce first, and when their workers are severed.
+
+    From a source of its own: what came before it stays as it was.
+    """
+    if racks or workers < 2 or source.random() < 0.5:
+        return (), ()
+    count = source.choice((1, 1, 2))
+    hosts = tuple(source.randrange(count) for _ in range(workers))
+    if source.random() < 0.7:
+        return hosts, ()
+    node, at_ns = f"worker-{source.randrange(workers)}", int(source.random() * 15 * MS) + MS
+    return hosts, (Fault(kind="sever", at_ns=at_ns, node=node),)
 
 
 def _models(source: random.Random) -> tuple[Model, ...]:

@@ -12,6 +12,7 @@ from paradis.roles.worker import WorkerRole
 from paradis.roles.worker_state import WorkerConfig
 from paradis.sim.nodes import Parcel, SimNode
 from paradis.sim.script import Script, Steps
+from paradis.sim.sharing import SimSharing
 from paradis.sim.workloads import Record
 from paradis.wire import messages as msg
 
@@ -37,6 +38,7 @@ class SimWorker(SimNode):
         self.rank = rank
         self.script = Script(self, random.Random(sim.job.seed * 1009 + rank))
         self.closing: Record | None = None
+        self.sharing: SimSharing | None = None
         self.finished = False
         self._steps: Steps = self.script.run()
         self._done: dict[tuple[int, str], fx.Complete] = {}
@@ -47,6 +49,8 @@ class SimWorker(SimNode):
         self.sim.handle(self, event)
         if isinstance(event, ev.LeaveAsked):
             self.finished = True
+            if self.sharing is not None:
+                self.sharing.end()
             self.sim.end(self)
 
     def carry_own(self, effect: fx.Effect) -> None:
@@ -67,6 +71,10 @@ class SimWorker(SimNode):
                 self.sim.checkers.installing(self, effect, data)
                 value.copy_(data)
                 self.memory.release(effect.lease)
+            case fx.OpenHostGroup():
+                self.sharing = SimSharing(self, effect.ranks)
+            case fx.CloseHostGroup() | fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():
+                self._share(effect)
             case fx.KeepState():
                 data = self.memory.leases[effect.lease].data
                 self.script.tensors[effect.group].values[effect.shard].copy_(data)
@@ -83,6 +91,21 @@ class SimWorker(SimNode):
         self.later(lambda: ev.Written(effect.checkpoint, saved))
         self.later(lambda: ev.Copied(effect.group, effect.checkpoint))
 
+    def _share(self, effect: fx.Effect) -> None:
+        assert self.sharing is not None
+        match effect:
+            case fx.CloseHostGroup():
+                self.sharing.end()
+            case fx.Gather():
+                self.sharing.gather(effect)
+            case fx.HandOver(group=group, shard=shard, present=present):
+                own = self.script.tensors[group].gradients[shard].clone() if present else None
+                self.sharing.hand_over(effect, own)
+            case fx.Spread(update=update, lease=lease):
+                self.sharing.spread(update, self.memory.leases[lease].data if lease else None)
+            case fx.Expect():
+                self.sharing.expect(effect)
+
     def resolve(
         self, message: msg.DataMessage, payload: fx.Payload | None
     ) -> tuple[msg.DataMessage, Parcel]:
@@ -93,6 +116,10 @@ class SimWorker(SimNode):
                 if self.closing is not None:
                     self.sim.checkers.pushing(self, message, data, self.closing)
                 return message, (data, {self.rank: (message.step, message.revision)})
+            case fx.HostSum(shard=shard):
+                assert self.sharing is not None
+                total, story = self.sharing.sums[shard]
+                return message, (total.clone(), story)
             case fx.Sections(group=group, shard=shard):
                 return message, (self.script.tensors[group].values[shard].clone(), {})
             case _:
@@ -148,7 +175,9 @@ class SimWorker(SimNode):
 
 def register_worker(worker: SimWorker) -> None:
     """Join the job."""
-    rack = f"rack-{worker.sim.job.racks[worker.rank]}"
+    job = worker.sim.job
+    rack = f"rack-{job.racks[worker.rank]}"
+    host = f"host-{job.hosts[worker.rank]}" if job.hosts else "sim"
     worker.sim.tell(worker, LEADER, msg.Join(
-        node=worker.node, role="worker", host="sim", pid=worker.rank, rack=rack,
+        node=worker.node, role="worker", host=host, pid=worker.rank, rack=rack,
     ))  # fmt: skip

@@ -129,6 +129,7 @@ class View(ControlMessage, frozen=True, kw_only=True):
         tree: logical groups of ranks, in order: the canonical reduction, fixed at job start.
         addresses: node -> data-plane addresses.
         racks: rack name -> (rack agent or "", ranks in worker order).
+        host_groups: name -> ranks, ascending, of a host's workers that reduce first.
     """
 
     generation: int
@@ -137,6 +138,7 @@ class View(ControlMessage, frozen=True, kw_only=True):
     tree: tuple[tuple[int, ...], ...]
     addresses: dict[str, tuple[str, ...]]
     racks: dict[str, tuple[str, tuple[int, ...]]]
+    host_groups: dict[str, tuple[int, ...]] = {}
 
 
 class ViewReady(ControlMessage, frozen=True, kw_only=True):
@@ -150,6 +152,13 @@ class Leave(ControlMessage, frozen=True, kw_only=True):
 
     node: str
     steps: dict[int, int]
+
+
+class HostGroupLost(ControlMessage, frozen=True, kw_only=True):
+    """Worker -> leader: the workers of my host group cannot reduce among themselves any more."""
+
+    node: str
+    text: str
 
 
 class NodeExited(ControlMessage, frozen=True, kw_only=True):
@@ -291,7 +300,7 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
     Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
-    NodeExited, Beat, Variance, Freeze,
+    HostGroupLost, NodeExited, Beat, Variance, Freeze,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone, CopyMemories, MemoriesCopied,
 )  # fmt: skip

@@ -20,6 +20,7 @@ from paradis.wire.control_messages import ControlMessage as ControlMessage
 from paradis.wire.control_messages import CopyMemories as CopyMemories
 from paradis.wire.control_messages import Failed as Failed
 from paradis.wire.control_messages import Freeze as Freeze
+from paradis.wire.control_messages import HostGroupLost as HostGroupLost
 from paradis.wire.control_messages import Join as Join
 from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
@@ -129,7 +130,7 @@ class Push(DataMessage, frozen=True, kw_only=True):
 
 
 class RackPush(DataMessage, frozen=True, kw_only=True):
-    """Rack agent -> server: the sum over the rack's workers. Payload: sum.
+    """Rack agent, or a worker for its host -> server: the sum over the workers. Payload: sum.
 
     Attributes:
         included: (rank, revision) of every gradient in the sum, in worker order.
@@ -174,8 +175,9 @@ class Commit(DataMessage, frozen=True, kw_only=True):
 
 
 class Update(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker, or rack agent -> worker: the shard at ``version``. Payload: new value,
-    or the code of what makes it of the one before.
+    """Server, rack agent or worker of the same host -> worker: the shard at ``version``.
+
+    Payload: new value, or the code of what makes it of the one before.
 
     Attributes:
         unchanged: no payload, the value is that of ``version - 1``.
