@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from paradis.cli.main import main
 from paradis.ids import NodeId
-from paradis.roles.receiver import HeldGroup, HeldShard
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.roles.server import ServerRole
 
 _finished: list[tuple[NodeId, HeldGroup, HeldShard]] = []

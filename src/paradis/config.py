@@ -17,15 +17,16 @@ from typing import Any, Final
 import yaml
 
 from paradis.config_keys import Key, keys_of
+from paradis.config_relations import check_combination, check_relations, check_store
 from paradis.config_sections import (
     CheckpointConfig,
     CommunicationConfig,
     LaunchConfig,
     ObserveConfig,
     SchedulerConfig,
-    TrainingConfig,
 )
 from paradis.config_topology import TopologyConfig, derived_counts
+from paradis.config_training import TrainingConfig
 from paradis.errors import ConfigError
 
 SECTIONS: Final[dict[str, Any]] = {
@@ -41,55 +42,6 @@ SECTIONS: Final[dict[str, Any]] = {
     )
 }
 _PREFIX: Final = "PARADIS_"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combination:
-    """A legal combination of mode, compression and overlap, and what it promises."""
-
-    mode: str
-    compression: str
-    overlap: str
-    promise: str
-
-
-COMBINATIONS: Final = (
-    Combination(
-        mode="sync",
-        compression="none",
-        overlap="none",
-        promise="one worker equals plain PyTorch bit for bit, N the mean of their gradients",
-    ),
-    Combination(
-        mode="sync",
-        compression="none",
-        overlap="layerwise",
-        promise="the same bits; updates come in while the script goes on",
-    ),
-    Combination(
-        mode="sync",
-        compression="none",
-        overlap="double_buffer",
-        promise="after a warm-up each gradient is one step late; all workers have the same bits",
-    ),
-    *(
-        Combination(mode="sync", compression=codec, overlap=overlap, promise=promise)
-        for codec, promise in (
-            ("bf16", "half the bytes; all workers have the same bits"),
-            ("int8", "a quarter of the bytes, errors sent later; all workers have the same bits"),
-        )
-        for overlap in ("none", "layerwise")
-    ),
-    *(
-        Combination(mode=mode, compression="none", overlap=overlap, promise=promise)
-        for mode, promise in (
-            ("ssp", "one worker as in sync; N by themselves, staleness steps apart at most"),
-            ("async", "one worker as in sync; N by themselves, and nobody waits for another"),
-        )
-        for overlap in ("none", "layerwise")  # step() waits for its own answer in any case
-    ),
-)
-"""Whatever is not in this table is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,61 +62,11 @@ class JobConfig:
         Raises:
             ConfigError: a relation is broken, or the combination is not in `COMBINATIONS`.
         """
-        communication = self.communication
-        need = communication.shard_size * self.topology.workers
-        if need > communication.contribution_store:
-            show = keys_of(CommunicationConfig)["contribution_store"].kind.show
-            raise ConfigError(
-                f"config refused: communication.contribution_store = "
-                f"{show(communication.contribution_store)}; expected at least {show(need)}, one "
-                f"communication.shard_size for each of topology.workers = "
-                f"{self.topology.workers}; raise it or make shards smaller",
-                keys=("communication.contribution_store", "topology.workers"),
-            )
-        if self.training.early_update and communication.rack_aggregation == "on":
-            raise ConfigError(
-                "config refused: communication.rack_aggregation = on with training.early_update = "
-                "true; expected auto or off: with early updates workers push directly to servers",
-                keys=("communication.rack_aggregation", "training.early_update"),
-            )
-        if self.training.early_update and self.training.overlap == "double_buffer":
-            raise ConfigError(
-                "config refused: training.early_update = true with training.overlap = "
-                "double_buffer; expected false: a late gradient is no hurry; choose one of them",
-                keys=("training.early_update", "training.overlap"),
-            )
+        check_store(self.topology, self.communication)
         for group in self.topology.worker_groups:
-            self._check_combination(group.compression)
-        self._check_combination(self.training.compression)
-        self._check_mode()
-
-    def _check_mode(self) -> None:
-        training, sync = self.training, self.training.mode == "sync"
-        refused = {
-            "training.staleness_scaling = true": training.staleness_scaling
-            and training.mode != "async",
-            "training.early_update = true": training.early_update and not sync,
-            "training.on_early_finish = fail": training.on_early_finish == "fail" and not sync,
-            "communication.rack_aggregation = on": self.communication.rack_aggregation == "on"
-            and not sync,
-        }
-        for told, wrong in refused.items():
-            if wrong:
-                raise ConfigError(
-                    f"config refused: {told} with training.mode = {training.mode}, in which it "
-                    "means nothing; leave it at its default, or change the mode",
-                    keys=("training.mode", told.partition(" ")[0]),
-                )
-
-    def _check_combination(self, compression: str) -> None:
-        training = self.training
-        wanted = (training.mode, compression, training.overlap)
-        if wanted not in {(each.mode, each.compression, each.overlap) for each in COMBINATIONS}:
-            raise ConfigError(
-                f"config refused: mode {wanted[0]} with compression {wanted[1]} and overlap "
-                f"{wanted[2]}; expected one of the table that `paradis config show` prints",
-                keys=("training.mode", "training.overlap"),
-            )
+            check_combination(self.training, group.compression)
+        check_combination(self.training, self.training.compression)
+        check_relations(self.training, self.communication)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,9 @@ CLOCK_AND_IO = words(
     "threading asyncio concurrent multiprocessing subprocess signal logging"
 )
 GROUND = ("errors", "ids", "settings", "quantities", "version")
-CONFIG = ("config_keys", "config_sections", "config_topology")
+CONFIG = (
+    "config_keys", "config_sections", "config_training", "config_topology", "config_relations",
+)  # fmt: skip
 ROLES_AND_BELOW = (*GROUND, "core", "numerics", "wire", "roles")
 DRIVER_AND_BELOW = (*ROLES_AND_BELOW, *CONFIG, "transport", "control", "storage", "observe")
 ANY_PACKAGE = words("torch numpy msgspec grpc xxhash safetensors yaml rich psutil cityhash")
@@ -63,6 +65,8 @@ LAYERS = {
     "quantities": Layer(project=("errors",), forbidden=PURE),
     "config_keys": Layer(project=GROUND, forbidden=PURE),
     "config_sections": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
+    "config_training": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
+    "config_relations": Layer(project=(*GROUND, *CONFIG), forbidden=PURE),
     "config_topology": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "core": Layer(project=GROUND, packages=frozenset({"cityhash"}), forbidden=PURE),
     "numerics": Layer(

@@ -17,8 +17,9 @@ from paradis.core.aggregation import Added, Collection, Contribution
 from paradis.core.flow import Ledger, Outbox
 from paradis.roles import effects as fx
 from paradis.roles import receiver, server, worker_pushes, worker_values
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.roles.rack_agent import RackAgentRole
-from paradis.roles.receiver import HeldGroup, HeldShard, Receiver
+from paradis.roles.receiver import Receiver
 from paradis.roles.server import ServerRole
 from paradis.roles.server_early import ServerEarly
 from paradis.roles.worker import WorkerRole

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from paradis.cli import config as cli_config
 from paradis.config import (
-    COMBINATIONS,
     JobConfig,
     LoadedConfig,
     example_yaml,
@@ -22,8 +21,10 @@ from paradis.config import (
     load_config,
     shared_settings,
 )
-from paradis.config_sections import CommunicationConfig, TrainingConfig
+from paradis.config_relations import COMBINATIONS
+from paradis.config_sections import CommunicationConfig
 from paradis.config_topology import DispatcherNode, TopologyConfig, WorkerGroup
+from paradis.config_training import TrainingConfig
 from paradis.errors import ConfigError, RemoteProtocolError, VersionMismatch
 from paradis.quantities import format_duration, format_size, parse_duration, parse_size
 from paradis.settings import SharedSettings, settings_from
@@ -133,11 +134,14 @@ REFUSALS = [
     ("training: {overlap: double_buffer, compression: bf16}", "expected one of the table"),
     ("training: {overlap: double_buffer, early_update: true}", "a late gradient is no hurry"),
     ("training: {mode: async, early_update: true}", "training.early_update = true with"),
+    ("training: {mode: async, local_reduction: on}", "an update by itself"),
+    ("training: {overlap: double_buffer, local_reduction: on}", "from the parameters"),
+    ("training: {early_update: true, local_reduction: on}", "after step() only"),
     ("training: {mode: ssp, staleness: -1}", "expected at least 0"),
-    ("training: {mode: ssp, staleness_scaling: true}", "with training.mode = ssp, in which it"),
+    ("training: {mode: ssp, staleness_scaling: true}", "only async knows it"),
     ("training: {mode: async, on_early_finish: fail}", "training.on_early_finish = fail with"),
     ("{training: {mode: async}, communication: {rack_aggregation: 'on'}}", "rack_aggregation = on"),
-    ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "auto or off"),
+    ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "push directly"),
     ("training: {overlap: one}", "this version supports layerwise"),
     ("training: {check_finite: 1}", "true or false"),
     ("checkpoint: {keep: 0}", "expected at least 1"),

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paradis.config import (
-    COMBINATIONS,
     LoadedConfig,
     example_yaml,
     job_keys,
     job_values,
     load_config,
 )
+from paradis.config_relations import COMBINATIONS
 from paradis.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from paradis.errors import ConfigError, ParadisError, StateError
-from paradis.frontend import restoring
+from paradis.frontend import restoring, saving
 from paradis.frontend.codes import Codes
 from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
 from paradis.frontend.early import EarlyUpdates
 from paradis.frontend.flight import Flight
-from paradis.frontend.naming import Named, clean, layout_of, name_parameters
+from paradis.frontend.naming import Named, layout_of, name_parameters
 from paradis.frontend.overlap import After, Explain
 from paradis.frontend.session import Session
 from paradis.frontend.step_clock import StepClock
@@ -26,8 +23,9 @@ from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
 from paradis.roles.worker_state import Assignment, push_bytes
-from paradis.runtime.worker_memory import BoundTensor, GroupMemory
-from paradis.storage.manifest import Manifest, group_directory, step_directory
+from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.worker_memory import GroupMemory
+from paradis.storage.manifest import Manifest
 from paradis.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -42,8 +40,11 @@ class Binding:
     Attributes:
         group: number of the call in this process.
         steps_done: finished steps.
+        steps_before: those before the restore that this run began with.
         restored: ``extra`` of the checkpoint started from, or None.
         optimizer: the wrapped one, once it exists.
+        named: its tensors, as registered.
+        codes: what travels as codes, and from when.
         compression: chosen for this call; empty: as the configuration says.
         early: what is said ahead of ``step()``, where updates may go ahead of it; else None.
         mode: of the group, as its plan says.
@@ -60,12 +61,12 @@ class Binding:
         session.groups += 1
         self.restored: dict[str, msg.Scalar] | None = None
         self.mode = "sync"
-        self._steps_before = 0
+        self.steps_before = 0
         self._manifest: Manifest | None = None
         self._parts = 0
         self._order_told = False
         self._begun = 0
-        self._named: list[Named] = []
+        self.named: list[Named] = []
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
         self._watch = ModelWatch(model)
@@ -81,7 +82,7 @@ class Binding:
         self.compressor = Compressor(
             self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
         )
-        self._codes = Codes(self)
+        self.codes = Codes(self)
         self.flight = Flight(
             session.node, session.settings, self.group, self.memory, timeout_s=self._timeout_s
         )
@@ -101,12 +102,7 @@ class Binding:
     @property
     def steps_done(self) -> int:
         """Finished steps of this group, those before a restore included, and one on its way."""
-        return self._steps_before + max(self._step, self._begun)
-
-    @property
-    def steps_before(self) -> int:
-        """Steps done before the restore that this run began with."""
-        return self._steps_before
+        return self.steps_before + max(self._step, self._begun)
 
     @property
     def _step(self) -> int:
@@ -232,7 +228,7 @@ class Binding:
             ParadisError: it failed.
         """
         self.flight.finish()
-        self._codes.follow()
+        self.codes.follow()
 
     def end(self) -> None:
         """Wait for the step that is on its way: the session ends.
@@ -249,7 +245,7 @@ class Binding:
             ParadisError: it failed.
         """
         self.flight.settle()
-        self._codes.follow()
+        self.codes.follow()
 
     # ------------------------------------------------------------ registering
 
@@ -261,7 +257,7 @@ class Binding:
         Raises:
             JoinRefused: workers registered different things; the message compares them.
         """
-        self._named.extend(named)
+        self.named.extend(named)
         self.memory.tensors.extend(BoundTensor(n.spec.name, n.tensor) for n in named)
         trained = [n.tensor for n in named if n.spec.options_group >= 0]
         self._trained.update(dict.fromkeys(map(id, trained)))
@@ -274,7 +270,7 @@ class Binding:
             optimizer=self.optimizer_name,
             options=options,
             step=step,
-            coded_from=self._codes.first_step(options, step),
+            coded_from=self.codes.first_step(options, step),
             compression=self.compression,
         )
         self._parts += 1
@@ -301,8 +297,8 @@ class Binding:
                 self.memory.installed(shard)
         else:
             self.ask("pull", ev.PullAsked(self.group, shards))
-        self._codes.ready = True
-        self._codes.follow()
+        self.codes.ready = True
+        self.codes.follow()
 
     def extend(self, optimizer: WrappedOptimizer) -> None:
         """Register parameters that ``add_param_group`` added."""
@@ -355,7 +351,7 @@ class Binding:
                 "never train; change it in place (p.data.copy_), or build the model first and "
                 "wrap it then"
             )
-        for named, bound in zip(self._named, self.memory.tensors, strict=True):
+        for named, bound in zip(self.named, self.memory.tensors, strict=True):
             tensor = named.tensor
             if tensor.dtype != bound.dtype or tensor.shape != bound.shape:
                 raise ConfigError(
@@ -364,16 +360,7 @@ class Binding:
                     "before wrapping it"
                 )
             if tensor.stride() != bound.stride:
-                self._check_layout(named, bound)
-
-    @staticmethod
-    def _check_layout(named: Named, bound: BoundTensor) -> None:
-        if layout_of(named.tensor) != named.spec.strides:
-            raise ConfigError(
-                f"step refused: {bound.name} has strides {tuple(bound.tensor.stride())} now, but "
-                f"had {bound.stride} at paradis.wrap; choose the memory format before wrapping the "
-                "model"
-            )
+                _check_layout(named, bound)
 
     # ----------------------------------------------------------- checkpoints
 
@@ -383,10 +370,10 @@ class Binding:
         Raises:
             SnapshotCorrupt: it is of another model, damaged or incomplete.
         """
-        manifest = restoring.open_manifest(plan.restore, self.group, [n.spec for n in self._named])
+        manifest = restoring.open_manifest(plan.restore, self.group, [n.spec for n in self.named])
         self._manifest = manifest
         self.restored = dict(manifest.extra)
-        self._steps_before = manifest.step
+        self.steps_before = manifest.step
         restoring.take_options(manifest, optimizer)
 
     def detach(self) -> None:
@@ -395,72 +382,17 @@ class Binding:
         self.collector.detach()
         self.compressor.stop()
 
-    def _follow_buffers(self, shards: Sequence[int]) -> None:
-        """A module may have put a new tensor in the place of a buffer: that one is saved.
-
-        Raises:
-            ConfigError: it has another shape or dtype.
-        """
-        now = {clean(name): buffer for name, buffer in self.model.named_buffers()}
-        for index, (named, bound) in enumerate(zip(self._named, self.memory.tensors, strict=True)):
-            fresh = now.get(bound.name)
-            if named.spec.options_group >= 0 or fresh is None or fresh is bound.tensor:
-                continue
-            if fresh.shape != bound.shape or fresh.dtype != bound.dtype:
-                raise ConfigError(
-                    f"checkpoint refused: buffer {bound.name} is {fresh.dtype} "
-                    f"{tuple(fresh.shape)} now, but was {bound.dtype} {tuple(bound.shape)} at "
-                    "paradis.wrap; keep its shape, or make it non-persistent"
-                )
-            bound.tensor = fresh
-            bound.bind()
-            self._named[index] = replace(named, tensor=fresh)
-        for shard in shards:
-            self.memory.shards[shard].bind()
-
     def save(
         self, options: list[msg.Options], extra: dict[str, msg.Scalar], *, wait: bool
     ) -> str | None:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
-        self.flight.catch_up()  # on every worker, for all must compute with the same values
-        if self.session.rank != 0:
-            return None
-        for binding in self.session.bindings:
-            binding.settle()  # another one may train what this one stores
-        self.check()
-        root = Path(self.session.settings.checkpoint_directory)
-        path = step_directory(root, self.steps_done)
-        info = checkpoint_info(
-            str(group_directory(path, self.group)), self.group, self.steps_done, options, extra
+        return saving.save(self, options, extra, wait=wait)
+
+
+def _check_layout(named: Named, bound: BoundTensor) -> None:
+    if layout_of(named.tensor) != named.spec.strides:
+        raise ConfigError(
+            f"step refused: {bound.name} has strides {tuple(bound.tensor.stride())} now, but "
+            f"had {bound.stride} at paradis.wrap; choose the memory format before wrapping the "
+            "model"
         )
-        info = msgspec.structs.replace(info, workers=self._codes.savers())
-        node = self.session.node
-        node.forget(-1, f"checkpoint {info.checkpoint}")
-        buffers = [s for s, m in self.memory.shards.items() if m.plan.is_buffer and m.plan.length]
-        if buffers:
-            self._follow_buffers(buffers)
-            for bound in self.memory.tensors:
-                bound.stage()
-            self.give_values(buffers)
-        self.ask("snapshot", ev.SnapshotAsked(self.group, info))
-        if wait:
-            done = node.wait(-1, f"checkpoint {info.checkpoint}", timeout_s=600.0)
-            return done.path
-        return str(path)
-
-
-def checkpoint_info(
-    path: str, group: int, step: int, options: list[msg.Options], extra: dict[str, msg.Scalar]
-) -> msg.CheckpointInfo:
-    """Return what belongs in a manifest beside the pieces.
-
-    Raises:
-        ConfigError: an extra value is not a number, string, boolean or None.
-    """
-    for key, value in extra.items():
-        if not isinstance(value, bool | int | float | str | None):
-            raise ConfigError(
-                f"checkpoint extra {key!r} refused: expected a number, string, boolean or None, "
-                f"got {type(value).__name__}; convert it, or keep it in a file of your own"
-            )
-    return msg.CheckpointInfo(checkpoint=path, group=group, step=step, options=options, extra=extra)

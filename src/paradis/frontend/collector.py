@@ -18,7 +18,8 @@ from paradis.errors import ConfigError, StateError
 from paradis.frontend.reach import reachable_gradients
 from paradis.frontend.step_clock import StepClock
 from paradis.numerics.memory_order import as_bytes
-from paradis.runtime.worker_memory import BoundTensor, GroupMemory
+from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.worker_memory import GroupMemory
 
 _REVISED_STEPS_MAX = 2
 """After this many steps whose gradients mostly changed after backward, pushes start in step()."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from paradis.numerics.memory_order import as_bytes
-from paradis.runtime.worker_memory import BoundTensor
+from paradis.runtime.bound_tensor import BoundTensor
 
 _CORE: Any = torch._C
 _LOOK = 1

@@ -12,8 +12,9 @@ from paradis.numerics.elementwise import Elementwise, elementwise
 from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, same_order
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
+from paradis.runtime.bound_tensor import BoundTensor
 from paradis.runtime.shard_store import split_sections
-from paradis.runtime.worker_memory import BoundTensor, ShardMemory
+from paradis.runtime.worker_memory import ShardMemory
 
 if TYPE_CHECKING:
     from paradis.frontend.optimizer import WrappedOptimizer

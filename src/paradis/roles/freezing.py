@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from paradis.core.freezing import FreezeRule, FreezeWatch
 from paradis.errors import LocalProtocolError
-from paradis.roles.receiver import HeldGroup
+from paradis.roles.held import HeldGroup
 from paradis.wire import messages as msg
 
 _MARGIN_STEPS = 100

@@ -167,7 +167,10 @@ class LeaderViews:
 
         A group's name holds a process number, so that no later one is taken for it.
         """
-        mode = self.config.settings.local_reduction
+        settings = self.config.settings
+        mode = settings.local_reduction
+        if settings.mode != "sync" or settings.early_update or settings.overlap == "double_buffer":
+            return {}  # `on` is refused with these
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self.nodes[worker_id(rank)].join.host, []).append(rank)

@@ -13,7 +13,8 @@ from paradis.core.flow import Outbox
 from paradis.ids import NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.receiver import HeldGroup, HeldShard, Receiver
+from paradis.roles.held import HeldGroup, HeldShard
+from paradis.roles.receiver import Receiver
 from paradis.wire import messages as msg
 
 

@@ -17,7 +17,7 @@ from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles import freezing, step_rules
-from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
+from paradis.roles.held import HeldGroup, HeldShard, parameter_present
 from paradis.roles.server_early import ServerEarly
 from paradis.roles.server_stale import StaleSteps
 from paradis.wire import messages as msg

@@ -16,7 +16,7 @@ from paradis.core.registration import compare_options
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import freezing, step_rules
-from paradis.roles.receiver import HeldGroup, HeldShard
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.roles.server_values import ServerValues
 from paradis.wire import messages as msg
 

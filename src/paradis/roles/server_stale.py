@@ -22,7 +22,7 @@ from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles import step_rules
-from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
+from paradis.roles.held import HeldGroup, HeldShard, parameter_present
 from paradis.roles.server_stale_values import StaleValues
 from paradis.roles.stale_state import Committed, StaleGroup, StaleShard
 from paradis.wire import messages as msg

@@ -9,7 +9,7 @@ from __future__ import annotations
 from paradis.ids import NodeId, index_of
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.receiver import HeldGroup, HeldShard
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.roles.server_values import ServerValues
 from paradis.wire import messages as msg
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paradis.core.registration import compare_options
-from paradis.roles.receiver import HeldGroup, HeldShard
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.wire import messages as msg
 
 

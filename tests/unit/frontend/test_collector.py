@@ -8,7 +8,8 @@ import torch
 from paradis.errors import ConfigError, StateError
 from paradis.frontend import collector as module
 from paradis.frontend.collector import Collector
-from paradis.runtime.worker_memory import BoundTensor, GroupMemory
+from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.worker_memory import GroupMemory
 from paradis.wire.messages import Segment, ShardPlan
 
 

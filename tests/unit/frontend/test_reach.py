@@ -12,7 +12,7 @@ from torch import nn
 
 from paradis.frontend.reach import reachable_gradients, reachable_values
 from paradis.numerics.memory_order import as_bytes
-from paradis.runtime.worker_memory import BoundTensor
+from paradis.runtime.bound_tensor import BoundTensor
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paradis.roles.receiver import HeldGroup, HeldShard, parameter_present
+from paradis.roles.held import HeldGroup, HeldShard, parameter_present
 from paradis.roles.step_rules import (
     contradiction,
     disagreement,

@@ -1,0 +1,129 @@
+"""Which settings go together: one table of combinations, and what is refused beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from paradis.config_keys import keys_of
+from paradis.config_sections import CommunicationConfig
+from paradis.config_topology import TopologyConfig
+from paradis.config_training import TrainingConfig
+from paradis.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """A legal combination of mode, compression and overlap, and what it promises."""
+
+    mode: str
+    compression: str
+    overlap: str
+    promise: str
+
+
+COMBINATIONS: Final = (
+    Combination(
+        mode="sync",
+        compression="none",
+        overlap="none",
+        promise="one worker equals plain PyTorch bit for bit, N the mean of their gradients",
+    ),
+    Combination(
+        mode="sync",
+        compression="none",
+        overlap="layerwise",
+        promise="the same bits; updates come in while the script goes on",
+    ),
+    Combination(
+        mode="sync",
+        compression="none",
+        overlap="double_buffer",
+        promise="after a warm-up each gradient is one step late; all workers have the same bits",
+    ),
+    *(
+        Combination(mode="sync", compression=codec, overlap=overlap, promise=promise)
+        for codec, promise in (
+            ("bf16", "half the bytes; all workers have the same bits"),
+            ("int8", "a quarter of the bytes, errors sent later; all workers have the same bits"),
+        )
+        for overlap in ("none", "layerwise")
+    ),
+    *(
+        Combination(mode=mode, compression="none", overlap=overlap, promise=promise)
+        for mode, promise in (
+            ("ssp", "one worker as in sync; N by themselves, staleness steps apart at most"),
+            ("async", "one worker as in sync; N by themselves, and nobody waits for another"),
+        )
+        for overlap in ("none", "layerwise")  # step() waits for its own answer in any case
+    ),
+)
+"""Whatever is not in this table is refused."""
+
+
+def check_store(topology: TopologyConfig, communication: CommunicationConfig) -> None:
+    """Check that a receiver has room for one shard of each worker.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    need = communication.shard_size * topology.workers
+    if need > communication.contribution_store:
+        show = keys_of(CommunicationConfig)["contribution_store"].kind.show
+        raise ConfigError(
+            f"config refused: communication.contribution_store = "
+            f"{show(communication.contribution_store)}; expected at least {show(need)}, one "
+            f"communication.shard_size for each of topology.workers = "
+            f"{topology.workers}; raise it or make shards smaller",
+            keys=("communication.contribution_store", "topology.workers"),
+        )
+
+
+def check_combination(training: TrainingConfig, compression: str) -> None:
+    """Check mode, compression and overlap.
+
+    Raises:
+        ConfigError: they are not in `COMBINATIONS`.
+    """
+    wanted = (training.mode, compression, training.overlap)
+    if wanted not in {(each.mode, each.compression, each.overlap) for each in COMBINATIONS}:
+        raise ConfigError(
+            f"config refused: mode {wanted[0]} with compression {wanted[1]} and overlap "
+            f"{wanted[2]}; expected one of the table that `paradis config show` prints",
+            keys=("training.mode", "training.overlap"),
+        )
+
+
+def check_relations(training: TrainingConfig, communication: CommunicationConfig) -> None:
+    """Check what stands beside the table.
+
+    Raises:
+        ConfigError: two settings contradict each other; the message says why.
+    """
+    stale = training.mode != "sync"
+    mode = f"training.mode = {training.mode}"
+    early, local = "training.early_update = true", "training.local_reduction = on"
+    racks, late = "communication.rack_aggregation = on", "training.overlap = double_buffer"
+    own = "there each worker's gradient is an update by itself"
+    for first, second, wrong, why in (
+        ("training.staleness_scaling = true", mode, training.staleness_scaling
+         and training.mode != "async", "only async knows it"),
+        ("training.on_early_finish = fail", mode, training.on_early_finish == "fail" and stale,
+         own),
+        (racks, mode, communication.rack_aggregation == "on" and stale, own),
+        (early, mode, training.early_update and stale, own),
+        (local, mode, training.local_reduction == "on" and stale, own),
+        (racks, early, communication.rack_aggregation == "on" and training.early_update,
+         "with early updates workers push directly to the servers"),
+        (early, late, training.early_update and training.overlap == "double_buffer",
+         "a late gradient is no hurry"),
+        (local, early, training.local_reduction == "on" and training.early_update,
+         "an owner sends updates on after step() only"),
+        (local, late, training.local_reduction == "on" and training.overlap == "double_buffer",
+         "an owner sends updates on from the parameters"),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(
+                f"config refused: {first} with {second}: {why}; leave one of them at its default",
+                keys=(first.partition(" ")[0], second.partition(" ")[0]),
+            )
