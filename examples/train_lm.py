@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paradis
+import paradis.optim
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled", "_vendor"}
 """Folders of tests, of installed packages and of code that others wrote."""
@@ -190,6 +191,7 @@ def train(
         optimizer, lambda s: rate_factor(s, options.steps), last_epoch=optimizer.steps_done - 1
     )
     progress = paradis.Progress(optimizer, total=options.steps)
+    curve = []
     for step in range(optimizer.steps_done, options.steps):
         key = f"{options.seed}/{paradis.rank()}/{step}"
         window = draw_batch(corpus.train, options.batch, options.shape.context, key)
@@ -199,10 +201,14 @@ def train(
         optimizer.zero_grad()
         schedule.step()
         progress.update(float(loss.detach()), options.batch)
+        curve.append(float(loss.detach()))
         done = step + 1
         if options.save_every and done % options.save_every == 0 and done < options.steps:
             optimizer.save_checkpoint(extra={"seed": options.seed})
     progress.close()
+    optimizer.wait()  # with overlap double_buffer the last gradient is still on its way
+    if options.curve and paradis.rank() == 0:
+        Path(options.curve).write_text("\n".join(map(str, curve)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +221,22 @@ class Options:
     save_every: int
     lr: float
     shape: Shape
+    optimizer: str
+    freeze: int
+    curve: str
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """Return AdamW, or an optimizer whose gradients and updates travel as one bit per element."""
+    if options.optimizer == "onebit":
+        return paradis.optim.OneBitAdam(
+            model.parameters(), lr=options.lr, weight_decay=0.1, freeze_step=options.freeze
+        )
+    if options.optimizer == "lion":  # takes smaller steps and decays more for the same effect
+        return paradis.optim.DistributedLion(
+            model.parameters(), lr=options.lr / 5, weight_decay=0.5
+        )
+    return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
 
 
 def read_options() -> Options:
@@ -229,11 +251,19 @@ def read_options() -> Options:
         "--layers", type=int, default=DEFAULT_SHAPE.layers, help="depth of the model"
     )
     parser.add_argument("--width", type=int, default=DEFAULT_SHAPE.width, help="a multiple of 4")
+    parser.add_argument("--optimizer", choices=("adamw", "onebit", "lion"), default="adamw")
+    parser.add_argument(
+        "--freeze", type=int, default=100, help="step at which onebit freezes the variance"
+    )
+    parser.add_argument("--curve", default="", help="file for one loss per step, of worker 0")
     given = parser.parse_args()
     if min(given.steps, given.batch, given.layers) < 1 or given.width < 4 or given.width % 4:
         parser.error("--steps, --batch and --layers are at least 1, --width a multiple of 4")
     shape = Shape(layers=given.layers, width=given.width)
-    return Options(given.steps, given.batch, given.seed, given.save_every, given.lr, shape)
+    return Options(
+        given.steps, given.batch, given.seed, given.save_every, given.lr, shape,
+        given.optimizer, given.freeze, given.curve,
+    )  # fmt: skip
 
 
 def say(line: str) -> None:
@@ -248,8 +278,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     corpus = load_corpus(Path(sysconfig.get_paths()["stdlib"]))
     model = ByteModel(options.shape)
-    inner = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    optimizer = paradis.wrap(model, inner)
+    optimizer = paradis.wrap(model, make_optimizer(model, options))
 
     context, leads = options.shape.context, paradis.rank() == 0
     size = sum(p.numel() for p in model.parameters())

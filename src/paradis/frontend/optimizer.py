@@ -38,7 +38,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._binding: Binding | None = None
         super().__init__(inner.param_groups, inner.defaults)
         self._binding = binding
-        binding.optimizer = self
         self._inner_name = type(inner).__name__
         self._clip = 1.0
         self._announced_clip = False

@@ -60,7 +60,7 @@ def wrap(
     plan = binding.register([*trained, *stored], all_options)
     if plan.restore:
         binding.take_restored(plan, optimizer)
-    wrapped = WrappedOptimizer(optimizer, binding)
+    wrapped = binding.optimizer = WrappedOptimizer(optimizer, binding)
     binding.initialize(
         plan, give=lambda shards: give_shards(binding, optimizer, shards, values=True)
     )
