@@ -74,7 +74,7 @@ class Binding:
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
         self.early = (
-            EarlyUpdates(self.group, self.memory, session.node.post)
+            EarlyUpdates(self.group, self.memory, session.node.post, self._present_options)
             if session.settings.early_update
             else None
         )

@@ -25,26 +25,27 @@ class EarlyUpdates:
         group: number of the call.
         memory: its tensors.
         post: hands an event to this worker's role.
+        options: returns the hyper-parameters per parameter group.
 
     Attributes:
-        options: returns the hyper-parameters per parameter group; set by the optimizer.
         said: what was said in this step; None until its first gradient.
     """
 
     def __init__(
-        self, group: int, memory: GroupMemory, post: Callable[[ev.StepBegun], None]
-    ) -> None:
+        self, group: int, memory: GroupMemory, post: Callable[[ev.StepBegun], None],
+        options: Callable[[], list[Options]],
+    ) -> None:  # fmt: skip
         self._group = group
         self._memory = memory
         self._post = post
-        self.options: Callable[[], list[Options]] = list
+        self._options = options
         self.said: StepCommit | None = None
 
     def begin(self) -> None:
         """A gradient is about to be handed over; on the thread of backward."""
         if self.said is None:
             self.said = StepCommit(
-                revisions={}, present=b"", options=self.options(), changed=self._memory.changed()
+                revisions={}, present=b"", options=self._options(), changed=self._memory.changed()
             )
             self._post(ev.StepBegun(self._group, self.said))
 

@@ -42,8 +42,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
         self._announced_clip = False
         self._loaded_at = -1
-        if binding.early is not None:
-            binding.early.options = self._options
 
     # -------------------------------------------------------------------- step
 
