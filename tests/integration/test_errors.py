@@ -17,7 +17,7 @@ import pytest
     [
         ("communication.failure_timeot=5s", "failure_timeout"),
         ("communication.failure_timeout=5parsecs", "5parsecs"),
-        ("training.mode=ssp", "ssp"),
+        ("training.mode=bsp", "sync or ssp or async"),
         ("communication.heartbeat_interval=9s", "failure_timeout"),
     ],
 )
