@@ -279,6 +279,8 @@ class Binding:
         assert plan is not None
         self.mode = plan.mode
         self.memory.add(plan.shards)
+        # Codes of updates are received beside the parameters.
+        self.session.node.arena.widen(sum(s.code_bytes for s in plan.shards))
         if self.early is not None:  # at most the whole plan waits for step() at one time
             self.session.node.arena.widen(sum(push_bytes(s, coded=False) for s in plan.shards))
         self.collector.extend()

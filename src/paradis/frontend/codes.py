@@ -36,7 +36,8 @@ class Codes:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._begun = self.ready = False
+        self._begun: dict[int, None] = {}
+        self.ready = False
 
     def first_step(self, options: Sequence[Options], step: int) -> int:
         """Return the first step of this run that may travel as codes; -1: the leader says so.
@@ -60,7 +61,8 @@ class Codes:
                 )
         role = binding.session.node.worker_role.groups.get(binding.group)
         if role is not None and role.parts:
-            if role.coded:
+            before = binding.steps_done == binding.steps_before
+            if role.coded and not (binding.session.settings.restore and before):
                 raise ConfigError(
                     "add_param_group refused: OneBitAdam has frozen its variance, and new "
                     "parameters have none; add them before the freeze, or wrap them in an "
@@ -81,7 +83,7 @@ class Codes:
         """
         binding = self._binding
         mode = binding.session.settings.mode
-        own = binding.optimizer_name in ("OneBitAdam", "DistributedLion")
+        own = self._own_code
         if not own and binding.compression in ("", "none"):
             return
         what = binding.optimizer_name if own else f"compression {binding.compression}"
@@ -97,7 +99,7 @@ class Codes:
                 "choose mode sync, or gradients in full"
             )
 
-    def _take_own(self) -> None:
+    def _take_own(self, shards: Iterable[ShardMemory]) -> None:
         """Take what this worker's codes had left out from the checkpoint.
 
         Where other workers saved it, everybody takes the mean, so that the sum is what it was.
@@ -109,7 +111,7 @@ class Codes:
         for piece in manifest.pieces:
             keys.setdefault(piece.parameter, {})[piece.key] = None
         reader = PieceReader(directory, manifest)
-        for memory in binding.memory.shards.values():
+        for memory in shards:
             if memory.coder is not None and memory.coder.own():
                 self._load_own(memory, memory.coder, reader, keys)
 
@@ -147,6 +149,15 @@ class Codes:
         frozen = any(piece.key.endswith(".inverse") for piece in manifest.pieces)
         return -1 if frozen else manifest.step
 
+    @property
+    def no_gradients(self) -> bool:
+        """Whether what travels in this step are no gradients: momenta or votes."""
+        return self._binding.memory.coded and self._own_code
+
+    @property
+    def _own_code(self) -> bool:
+        return self._binding.optimizer_name in ("OneBitAdam", "DistributedLion")
+
     def savers(self) -> tuple[int, ...]:
         """Return the workers that have a part of their own in a checkpoint."""
         coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
@@ -157,14 +168,23 @@ class Codes:
         binding = self._binding
         group = binding.session.node.worker_role.groups.get(binding.group)
         coded = group is not None and group.coded
-        if coded and self.ready and not self._begun and binding.session.alive:
-            self._begun = True
-            shards = [s for s, m in binding.memory.shards.items() if m.plan.codec.startswith("one")]
-            for start in range(0, len(shards), _BATCH):
-                self._fetch(tuple(shards[start : start + _BATCH]))
-            if binding.session.settings.restore and binding.steps_done == binding.steps_before:
-                self._take_own()
+        if coded and self.ready and binding.session.alive:
+            self._begin({
+                s: m for s, m in binding.memory.shards.items()
+                if m.coder is not None and s not in self._begun
+            })  # fmt: skip
         binding.memory.coded = coded
+
+    def _begin(self, shards: Mapping[int, ShardMemory]) -> None:
+        """Give coders what they start from, once each."""
+        binding = self._binding
+        self._begun.update(dict.fromkeys(shards))
+        frozen = [s for s, m in shards.items() if m.plan.codec.startswith("onebit")]
+        for start in range(0, len(frozen), _BATCH):
+            self._fetch(tuple(frozen[start : start + _BATCH]))
+        restored = binding.session.settings.restore
+        if shards and restored and binding.steps_done == binding.steps_before:
+            self._take_own(shards.values())
 
     def _fetch(self, shards: tuple[int, ...]) -> None:
         binding = self._binding

@@ -206,6 +206,7 @@ class Collector:
             handed over with other bytes.
         """
         self.attach()
+        self._closed = []  # the step before is finished: nothing holds its gradients any more
         self.yielded = tuple(self._yielding)
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)

@@ -49,6 +49,7 @@ class Compressor:
         self._waiting: deque[int] = deque()
         self._busy = False
         self._stopped = False
+        self._begun = threading.Event()
         self._thread: threading.Thread | None = None
         self._now: list[Options] | None = None
         self._coded: dict[int, None] = {}
@@ -62,13 +63,19 @@ class Compressor:
             self._waiting.extend(shards)
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="paradis-compression", daemon=True
-            )
-            self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="paradis-compression", daemon=True)
+        self._thread.start()
+        self._begun.wait(self._timeout_s)
+        # What a thread sets for itself holds for all that start later, the script's among them.
+        torch.set_num_threads(threads)
 
     def _run(self) -> None:
         torch.set_num_threads(1)
+        self._begun.set()
         while True:
             with self._changed:
                 self._busy = False
@@ -101,7 +108,8 @@ class Compressor:
         options: Sequence[Options],
         *,
         empty: bool = False,
-    ) -> None:
+        lenient: bool = False,
+    ) -> bool:
         """Make the codes that are missing or out of date: what counts is decided.
 
         Args:
@@ -109,20 +117,34 @@ class Compressor:
             revised: those that were handed over with another one.
             options: hyper-parameters of the step.
             empty: the step will be skipped: gradients may hold anything.
+            lenient: where a gradient holds NaN or infinity take zeros for now; ``step()`` looks at
+                it again.
+
+        Returns:
+            Whether all gradients are finite.
 
         Raises:
             NonFiniteGradient: a gradient holds NaN or infinity; names its parameter.
             DeadlineExceeded: the compressing thread does not come to an end.
         """
         self._drain()
+        for shard in [s for s in self._coded if s not in present]:
+            self._memory.forget(shard)  # encoded, and dropped since
+            del self._coded[shard]
+        finite = True
         for shard in present:
-            if self._memory.codes(shard) and (
-                empty or shard in revised or shard not in self._coded
-            ):
-                try:
-                    self._encode(shard, options, empty=empty)
-                except NonFiniteGradient as error:
+            current = shard in self._coded and shard not in revised and not empty
+            if current or not self._memory.codes(shard):
+                continue
+            try:
+                self._encode(shard, options, empty=empty)
+            except NonFiniteGradient as error:
+                if not lenient:
                     raise self._named(shard, error) from None
+                finite = False
+                self._encode(shard, options, empty=True)
+                del self._coded[shard]
+        return finite
 
     def _drain(self) -> None:
         with self._changed:

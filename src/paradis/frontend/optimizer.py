@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from paradis.errors import NonFiniteGradient, ParadisError, StateError
+from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
 from paradis.numerics.elementwise import options_of
@@ -40,6 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._binding = binding
         self._inner_name = type(inner).__name__
         self._clip = 1.0
+        self._finite = True
         self._announced_clip = False
         self._loaded_at = -1
 
@@ -137,7 +138,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return binding
 
     def _close(
-        self, overflow: bool, *, scaled: bool, unchanged: bool = False
+        self, overflow: bool, *, scaled: bool, unchanged: bool = False, lenient: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
         """Return what the step decided, and which shards have gradients, and which changed.
 
@@ -145,6 +146,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             overflow: the GradScaler found one.
             scaled: there is a GradScaler.
             unchanged: the values are known to be as installed.
+            lenient: NaN and infinity are looked at later, where gradients travel as codes.
         """
         collector = self._bound.collector
         # A GradScaler unscales in place without a version bump: what was pushed before is void.
@@ -152,7 +154,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if collector.rewritten and not scaled:
             self._announce_clipping()
         options = self._options()
-        self._bound.compressor.settle(present, revised, options, empty=overflow)
+        self._finite = self._bound.compressor.settle(
+            present, revised, options, empty=overflow, lenient=lenient
+        )
         commit = StepCommit(
             revisions={},
             present=bits,
@@ -214,8 +218,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._announced_clip = True
             self._bound.session.node.announce(
                 "warning",
-                "clip_grad_norm_ clips each worker's own gradient in mode "
-                f"{self._bound.mode}: there is no mean gradient, for each is an update by itself",
+                "clip_grad_norm_ clips each worker's own gradient here: there is no mean gradient, "
+                "for each is an update by itself (modes ssp and async), or momenta or votes travel "
+                "(paradis.optim)",
                 once=True,
             )
 
@@ -254,17 +259,21 @@ class WrappedOptimizer(torch.optim.Optimizer):
         binding = self._bound
         if binding.early is not None:
             binding.early.refuse_clipping()
-        if len(binding.members()) == 1 or binding.clocked:
-            if binding.clocked:
+        binding.flight.arrive()
+        binding.codes.follow()  # gradients may travel as codes from this step on
+        own = binding.clocked or binding.codes.no_gradients
+        if len(binding.members()) == 1 or own:
+            if own:
                 self._announce_own_norm()
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        binding.flight.arrive()
         binding.check()
-        commit, present, revised = self._close(False, scaled=False)
+        commit, present, revised = self._close(False, scaled=False, lenient=True)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
         squares = sum(done.squares[s] for s in sorted(done.squares))
         total = torch.tensor(squares, dtype=torch.float64).sqrt()
+        if not self._finite:  # a code of it is zeros: the norm is not what the servers found
+            return torch.tensor(torch.inf, dtype=torch.float64)
         self._clip = min(1.0, float(max_norm) / (float(total) + 1e-6))
         return total
 
@@ -292,13 +301,29 @@ class WrappedOptimizer(torch.optim.Optimizer):
         worker.
         """
         self._bound.finish()
+        if self._bound.codes.no_gradients:
+            self._bound.session.node.announce(
+                "warning",
+                f"state_dict() of {self._inner_name} lacks what travels as codes since its freeze "
+                "(or from the first step on, with Lion); save_checkpoint() has all of it",
+                once=True,
+            )
         if self._loaded_at != self.steps_done:  # else the servers may not have worker 0's yet
             state_transfer.fetch(self._bound, self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options and state, and give worker 0's to the servers; call it on every worker."""
+        """Load options and state, and give worker 0's to the servers; call it on every worker.
+
+        Raises:
+            ConfigError: the state travels as codes, and no ``state_dict`` has it.
+        """
         self._bound.finish()
+        if self._bound.codes.no_gradients:
+            raise ConfigError(
+                f"load_state_dict refused: the state of {self._inner_name} is in its codes now; "
+                "resume from a checkpoint of the job (checkpoint.restore, paradis run --resume)"
+            )
         super().load_state_dict(state_dict)
         if self._bound.first:
             state_transfer.give(self._bound, self)

@@ -35,6 +35,13 @@ def save(
         str(group_directory(path, binding.group)), binding.group, binding.steps_done, options, extra
     )
     info = msgspec.structs.replace(info, workers=binding.codes.savers())
+    if info.workers and len(info.workers) < binding.session.world_size:
+        binding.session.node.announce(
+            "warning",
+            "a checkpoint lacks what the codes of workers that have left had left out; save before "
+            "the first one leaves",
+            once=True,
+        )
     node = binding.session.node
     node.forget(-1, f"checkpoint {info.checkpoint}")
     buffers = [s for s, m in binding.memory.shards.items() if m.plan.is_buffer and m.plan.length]

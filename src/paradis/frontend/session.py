@@ -201,11 +201,12 @@ class Session:
         error: BaseException | None = getattr(sys, "last_value", None)
         failed = None if error is not None else self._finish_steps()
         self._closed = True
-        if self._pulse is not None:
-            self._pulse.stop()
         error = error or failed
         if error is None and self.node.error is None:
             self.node.parts.finish()
+        if self._pulse is not None:
+            self._pulse.stop()
+        if error is None and self.node.error is None:
             self.node.post(LeaveAsked())
             self.node.driver.settle(_SETTLE_S)  # another thread may be in the middle of an event
         elif self.node.error is None or self.node.driver.interrupted:

@@ -51,6 +51,7 @@ def wrap(
         raise ConfigError(
             "paradis.wrap refused: the optimizer has no parameters; give it model.parameters()"
         )
+    _check_state(name, optimizer)
     all_options = [options_of(g) for g in optimizer.param_groups]
     for named in trained:
         _check_supported(name, all_options[named.spec.options_group], named)
@@ -65,6 +66,21 @@ def wrap(
         plan, give=lambda shards: give_shards(binding, optimizer, shards, values=True)
     )
     return wrapped
+
+
+def _check_state(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that no server can take over.
+
+    Raises:
+        ConfigError: Lion's momentum is each worker's own; a frozen variance has no server.
+    """
+    frozen = any("inverse" in state for state in optimizer.state.values())
+    if frozen or (name == "DistributedLion" and any(optimizer.state.values())):
+        raise ConfigError(
+            f"paradis.wrap refused: this {name} has been stepped"
+            f"{' beyond its freeze' if frozen else ''} on its own, and its state cannot be shared; "
+            "wrap it before its first step, and resume from checkpoints of the job"
+        )
 
 
 def _check_supported(optimizer: str, options: Options, named: Named) -> None:

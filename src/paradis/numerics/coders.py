@@ -23,23 +23,26 @@ _CODECS = {"bf16": Bfloat16, "int8": Int8}
 _SIGNS = {"onebit": OneBit(), "onebit-tensor": OneBit(block_elements=None, norm="l2")}
 
 
-def worker_coder(codec: str, lengths: Sequence[int]) -> WorkerCoder:
+def worker_coder(
+    codec: str, lengths: Sequence[int], dtype: torch.dtype = torch.float32
+) -> WorkerCoder:
     """Return the coder of a shard on a worker.
 
     Args:
         codec: name, as in `paradis.core.codes`.
         lengths: elements of each segment.
+        dtype: of the values; another than float32 is for Lion alone.
 
     Raises:
         ConfigError: unknown codec, or its kernels need Numba, which is not installed.
     """
     _check(codec)
-    return _worker(codec, lengths)
+    return _worker(codec, lengths, dtype)
 
 
-def _worker(codec: str, lengths: Sequence[int]) -> WorkerCoder:
+def _worker(codec: str, lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> WorkerCoder:
     if codec == "lion":
-        return LionWorker(lengths)
+        return LionWorker(lengths, dtype)
     if codec in _SIGNS:
         return OneBitAdamWorker(lengths, _SIGNS[codec])
     return DeltaWorker(_CODECS[codec](), lengths)

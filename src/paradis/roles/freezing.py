@@ -41,9 +41,11 @@ def freezes(optimizer: str, coded_from: int) -> bool:
 
 
 def measures(group: HeldGroup) -> bool:
-    """Whether the leader wants to know how large v is after the group's present step."""
+    """Whether the leader wants to know how large v is here after the group's present step."""
     wanted = freezes(group.optimizer, group.coded_from)
-    return wanted and rule_of(group.options[0]).recorded(group.step + 1)
+    if not wanted or not rule_of(group.options[0]).recorded(group.step + 1):
+        return False
+    return any(shard.plan.codec for shard in group.shards.values())
 
 
 def variance(node: str, group: HeldGroup) -> msg.Variance:
@@ -84,6 +86,10 @@ class Freezing:
         self._watch = FreezeWatch(rule, warm_up_steps)
         self._open: dict[int, dict[str, msg.Variance]] = {}
         self._judged = 0
+
+    def extend(self, servers: Iterable[str]) -> None:
+        """More parameters have joined the group: these own some of them."""
+        self._servers = tuple(sorted({*self._servers, *servers}))
 
     def on_variance(self, message: msg.Variance) -> int | None:
         """Take a server's norms; return T when they decide it, else None.

@@ -205,7 +205,10 @@ class LeaderRole(LeaderViews):
     def _watch_variance(self, plan: msg.Plan) -> None:
         """Decide when a group of 1-bit Adam may freeze its variance, unless its user did."""
         servers = {s.server for s in plan.shards if s.codec}
-        if plan.part == 0 and servers and freezes(plan.optimizer, plan.coded_from):
+        watch = self._freezing.get(plan.group)
+        if watch is not None:
+            watch.extend(servers)
+        elif plan.part == 0 and servers and freezes(plan.optimizer, plan.coded_from):
             warm_up = plan.options[0].get("warm_up_steps", 0)
             assert isinstance(warm_up, int)
             self._freezing[plan.group] = Freezing(

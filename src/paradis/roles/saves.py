@@ -86,7 +86,7 @@ class Saves:
     def ask_workers(self, info: msg.CheckpointInfo) -> list[tuple[NodeId, msg.ControlMessage]]:
         """Return what to tell whom so that workers copy their parts; after `note`."""
         save = self._open.get(info.checkpoint)
-        ask = msg.CopyMemories(checkpoint=info.checkpoint, group=info.group, step=info.step)
+        ask = msg.CopyMemories(checkpoint=info.checkpoint, group=info.group, step=info.version)
         told: list[tuple[NodeId, msg.ControlMessage]] = []
         for rank in info.workers:
             if worker_id(rank) in self._left:

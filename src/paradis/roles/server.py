@@ -16,7 +16,7 @@ from paradis.core.host_groups import route_end
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles import freezing, step_rules
+from paradis.roles import step_rules
 from paradis.roles.held import HeldGroup, HeldShard, parameter_present
 from paradis.roles.server_early import ServerEarly
 from paradis.roles.server_stale import StaleSteps
@@ -275,8 +275,8 @@ class ServerRole(ServerEarly, StaleSteps):
         shard.note_present(present)
         options = group.options[shard.plan.options_group]
         self._out.append(fx.Apply(group.index, shard.plan.shard, group.step, options, present,
-                                  commit.clip, self.check_finite,
-                                  self.coded(group, shard), freezing.measures(group)))  # fmt: skip
+                                  commit.clip, self.check_finite, self.coded(group, shard),
+                                  self.measures(group, shard)))  # fmt: skip
 
     def _assign_first(self, group: HeldGroup, shard: HeldShard, commit: msg.StepCommit) -> bool:
         """Values that all workers changed alike go in before the update; True when they are in."""

@@ -89,7 +89,12 @@ class ServerEarly(ServerValues):
         shard.note_present(present)
         self._out.append(fx.Apply(group.index, shard_id, group.step, options, present, 1.0,
                                   self.check_finite, self.coded(group, shard),
-                                  freezing.measures(group)))  # fmt: skip
+                                  self.measures(group, shard)))  # fmt: skip
+
+    @staticmethod
+    def measures(group: HeldGroup, shard: HeldShard) -> bool:
+        """Whether the leader wants to know how large v is in a shard after its update."""
+        return bool(shard.plan.codec) and freezing.measures(group)
 
     def _unconfirmed(self, group: HeldGroup, commits: dict[int, msg.StepCommit]) -> str:
         """Return why the commits do not confirm what was applied, or an empty text."""
@@ -109,10 +114,11 @@ class ServerEarly(ServerValues):
         if self.early_update:
             for rank in self.members(group):
                 self._send_confirmed(worker_id(rank), group, group.step)
+        measured = freezing.measures(group)
         group.next_step(group.step + 1)
         if group.coded_from == group.step:
             self._out.append(fx.BeginCodes(group.index, group.options))
-        if group.norms_of_v:
+        if measured:  # also if nothing was updated here: the leader waits for all
             self._send("dispatcher-0", freezing.variance(self.node, group))
             group.norms_of_v = {}
 

@@ -89,6 +89,9 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 ))  # fmt: skip
             case ev.Written():
                 self._on_written(event)
+            case ev.EffectFailed():
+                text = f"{self.node}: {event.what}: {event.text}"
+                self._send(LEADER, msg.Failed(error=event.error, text=text))
 
     # ---------------------------------------------------------------- control
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from paradis.core.flow import ASSIGN
 from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
@@ -250,10 +252,10 @@ class WorkerValues(WorkerPushes):
     def _on_snapshot_asked(self, event: ev.SnapshotAsked) -> None:
         group = self.groups[event.group]
         assert isinstance(event.info, msg.CheckpointInfo)
-        group.snapshot = event.info
+        group.snapshot = msgspec.structs.replace(event.info, version=group.step)
         group.snapshot_from = dict.fromkeys(s.server for s in group.shards.values())
         group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in event.info.workers))
-        self._send(LEADER, event.info)
+        self._send(LEADER, group.snapshot)
         self._send_snapshot(group)
 
     def _send_snapshot(self, group: Group, only: str = "") -> None:

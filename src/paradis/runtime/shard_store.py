@@ -130,7 +130,7 @@ class ShardStore:
         numbers = total.view(held.value.dtype)
         numbers.zero_()  # padding is part of what norms are taken of
         part = torch.zeros_like(numbers) if len(groups) > 1 else numbers
-        for index, group in enumerate(groups):
+        for index, group in enumerate(each for each in groups if each):
             target = part if index else numbers
             for place, code in enumerate(group):
                 coder.add(code, target, first=not place)
@@ -241,7 +241,7 @@ class ShardStore:
                     spec.name, key, segment.offset, segment.length, reader.dtype(spec.name, key)
                 )
                 for key in reader.keys(spec.name)
-                if key != "value"
+                if key != "value" and key.count(MEMORY) < 2  # else a worker's own
             }
             tensors = {key: t for key, t in saved.items() if MEMORY not in key}
             held.optimizer.load_state(index, tensors, reader.scalars(spec.name))

@@ -207,7 +207,9 @@ class GroupMemory:
             owners = tuple(self.tensors[s.parameter] for s in plan.segments)
             memory = ShardMemory(plan, owners, [], [], [], {})
             if plan.codec:
-                memory.coder = worker_coder(plan.codec, [s.length for s in plan.segments])
+                memory.coder = worker_coder(
+                    plan.codec, [s.length for s in plan.segments], owners[0].dtype
+                )
             memory.bind()
             self.shards[plan.shard] = memory
 
@@ -244,12 +246,18 @@ class GroupMemory:
         """Whether the shard's gradient travels as a code in the present step."""
         return self.coded and self.shards[shard].coder is not None
 
+    def forget(self, shard: int) -> None:
+        """The last code of the shard's gradient does not count."""
+        memory = self.shards[shard]
+        if memory.coder is not None:
+            with memory.lock:
+                memory.coder.forget()
+
     def kept(self, shard: int) -> None:
         """The shard's next value is the one it has: the step did not count for it."""
-        coder = self.shards[shard].coder
-        if coder is not None:
-            with self.shards[shard].lock:
-                coder.forget()
+        self.forget(shard)
+        if self.detect_changes:  # what the script changed is known to the servers now
+            self.shards[shard].digests = self.shards[shard].digest()
         self.arrived(shard)
 
     def land(self) -> None:

@@ -263,6 +263,7 @@ class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         workers: ranks that have a part of their own, what their codes have left out so far.
+        version: steps of this run, which leaves out those before a restore; ``step`` counts all.
     """
 
     checkpoint: str
@@ -271,10 +272,11 @@ class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
     options: list[Options]
     extra: dict[str, Scalar]
     workers: tuple[int, ...] = ()
+    version: int = 0
 
 
 class CopyMemories(ControlMessage, frozen=True, kw_only=True):
-    """Leader -> workers: copy your part of a checkpoint as it is after ``step`` steps."""
+    """Leader -> workers: copy your part of a checkpoint, after ``step`` steps of this run."""
 
     checkpoint: str
     group: int
