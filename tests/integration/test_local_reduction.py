@@ -57,6 +57,7 @@ if "own" in sys.argv:  # the script's own group, made after wrap, under the same
                                    rank=rank, world_size=world)
 torch.manual_seed(rank)
 for step in range(7 if "leave" not in sys.argv or rank else 3):
+    optimizer.wait()
     metrics = optimizer.metrics()  # of the steps before, which all have finished when one leaves
     model(torch.randn(4, 160)).square().mean().backward()
     if "sever" in sys.argv and (rank, step) == (2, 3):

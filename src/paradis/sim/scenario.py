@@ -97,7 +97,8 @@ def _stale(seed: int, mode: str) -> Job:
         job, mode=mode, staleness=source.choice((1, 1, 2, 3)), slow=slow,
         scaling=mode == "async" and source.random() < 0.5,
         habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
-        early=False, coded=False, freeze=-1, freeze_at_ns=(),
+        early=False, coded=False, freeze=-1, freeze_at_ns=(), hosts=(),
+        faults=tuple(f for f in job.faults if f.kind != "sever"),
     )  # fmt: skip
 
 
