@@ -31,7 +31,7 @@ class ServerValues(Receiver):
             return
         if shard.version < pull.version or self._in_flux(group, shard):
             return  # the update comes by itself, or the worker asks again
-        if shard.plan.codec and pull.step < pull.version != shard.version:
+        if pull.step < pull.version != shard.version:
             return  # late: the worker has done that step since
         # Within a step a worker has the version before, and a code says what comes of that.
         coded = bool(shard.plan.codec) and pull.version > pull.step and group.coded_at(pull.step)
