@@ -49,6 +49,13 @@ class TrainingConfig:
         choices="layerwise none double_buffer",
         shared="overlap",
     )
+    watch_views: bool = key(
+        True,
+        BOOL,
+        "With layerwise: where something else holds a parameter's or a gradient's memory, step() "
+        "waits for that parameter, for it could be used unseen. false: the script does not use it.",
+        shared="watch_views",
+    )
     delay_warmup_steps: int = key(
         1000,
         COUNT,

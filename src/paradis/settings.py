@@ -33,6 +33,7 @@ class SharedSettings:
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
         compression_elements_min: tensors with fewer elements travel in full.
         overlap: ``layerwise``, ``none`` or ``double_buffer``.
+        watch_views: wait in ``step()`` where something else holds a parameter's memory.
         delay_warmup_steps: steps before ``double_buffer`` begins.
         local_reduction: ``auto``, ``on`` or ``off``, the workers of a host reduce first.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
@@ -63,6 +64,7 @@ class SharedSettings:
     staleness: int = 1
     staleness_scaling: bool = False
     overlap: str = "layerwise"
+    watch_views: bool = True
     delay_warmup_steps: int = 1000
     compression: str = "none"
     compression_elements_min: int = 4096

@@ -33,6 +33,7 @@ class Flight:
         self._node = node
         self._mode = settings.overlap
         self._warmup_steps = settings.delay_warmup_steps
+        self._watch_views = settings.watch_views
         self._memory = memory
         self._overlap = Overlap(node, group, memory, timeout_s=timeout_s)
         self._delay = Delay(node, group, memory, timeout_s=timeout_s)
@@ -92,7 +93,9 @@ class Flight:
             return True
         if self._mode == "none":
             return False
-        reachable = {*self._reachable_values(), *collector.reachable()}
+        reachable: set[int] = set()
+        if self._watch_views:
+            reachable = {*self._reachable_values(), *collector.reachable()}
         refused = self._overlap.begin(explain=explain, after=after)
         if refused:
             self._tell("waits", "info", f"step() waits for all updates: {refused}")
@@ -102,7 +105,8 @@ class Flight:
             name = self._memory.tensors[trained[0]].name
             self._tell("waits", "info", f"step() waits for the update of {name}: something else "
                        "holds its memory, or its gradient's (p.data, p.grad, a state_dict, a view "
-                       "kept from before), and could use it unseen; let go of it")  # fmt: skip
+                       "kept from before), and could use it unseen; let go of it, or set "
+                       "training.watch_views: false if nobody uses it then")  # fmt: skip
         post()
         self._overlap.wait_for(trained)
         return True
