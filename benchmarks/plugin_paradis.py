@@ -79,6 +79,7 @@ def wrap(cfg: dict[str, Any], rank: int, module: torch.nn.Module) -> Method:
         WORLD_SIZE=str(workers),
         PARADIS_DISPATCHERS=address,
         PARADIS_TOKEN_FILE=str(directory / "token"),
+        PARADIS_RUN_DIR=str(directory),  # where spans go, with observe.trace
     )
     return Method(paradis.wrap(module, make_optimizer(module)), nodes, beside)
 

@@ -4,7 +4,7 @@ Invariants:
 * the generation only grows, and a view or plan is in force on all servers and rack agents before
   any worker hears of it;
 * an incarnation is never used twice;
-* a manifest is written only when every server has written its part.
+* a manifest is written only when all parts are (`paradis.roles.saves`).
 """
 
 from __future__ import annotations

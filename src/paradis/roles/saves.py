@@ -1,7 +1,7 @@
-"""Checkpoints in the making, as the leader sees them: which servers have written their part.
+"""Checkpoints in the making, as the leader sees them: which nodes have written their part.
 
 Invariant: a manifest is written only when every server that owns a shard of the group has written
-its part of the same checkpoint.
+its part of the same checkpoint, and every worker that has one and has not left.
 """
 
 from __future__ import annotations

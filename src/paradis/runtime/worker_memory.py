@@ -37,7 +37,7 @@ class ShardMemory:
         state: optimizer state sections to send along with the value: key -> bytes.
         coder: where the plan names a codec.
         lock: held while the coder's memories change or are copied.
-        flats: per segment the gradient of the whole tensor, kept until it is coded.
+        flats: per segment the gradient of the whole tensor, to be coded; kept until the next one.
         landing: memory for a value that is not to be seen yet, or None where there is none.
         landed: it holds the next value.
     """

@@ -64,7 +64,7 @@ class Section:
 
 
 def write_part(directory: Path, name: str, sections: Sequence[Section]) -> tuple[Piece, ...]:
-    """Write one server's part of a group; it is on the disk when this returns.
+    """Write one node's part of a group; it is on the disk when this returns.
 
     Args:
         directory: the group's directory; created when missing.
