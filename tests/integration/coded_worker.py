@@ -4,6 +4,7 @@
 
 WAY is bf16, int8, onebit, auto or lion. Every rank makes every rank's gradients and does beside its
 training what servers and all workers should do: no messages, no shards, no threads.
+After ``from`` it saves once more, one step before the end.
 Writes OUT/<rank>.json: failures, a digest of the values, bytes sent and received per step.
 """
 
@@ -169,7 +170,7 @@ def main() -> None:
             twin.step(step, options, coded=0 <= first_coded <= step)
             if not torch.equal(part.detach().reshape(-1), twin.held):
                 failures.append(f"step {step}: parameter {twin.index}")
-        if what == "save" and step + 1 == at:
+        if (what == "save" and step + 1 == at) or (what == "from" and step + 1 == steps - 1):
             optimizer.save_checkpoint(wait=True)
     total = xxhash.xxh3_64()
     for part in model.parts:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from paradis.core.freezing import FreezeRule
 from paradis.errors import LocalProtocolError
-from paradis.roles.freezing import Freezing
+from paradis.roles.freezing import Freezing, measures
+from paradis.roles.held import HeldGroup, HeldShard
 from paradis.wire import messages as msg
 
 SERVERS = ("server-0", "server-1")
@@ -97,3 +99,29 @@ def test_too_late_is_postponed_and_strangers_are_refused() -> None:
     assert freezing.postpone(reached=20) == 210
     with pytest.raises(LocalProtocolError, match="from server-9; expected one of server-0"):
         freezing.on_variance(variance("server-9", 50, {1: 1.0, 2: 1.0}))
+
+
+def test_only_servers_with_coded_shards_measure() -> None:
+    """One that owns nothing but small tensors, which never travel as codes, has no say."""
+    group = HeldGroup(0, 49)
+    group.optimizer = "OneBitAdam"
+    group.options = [{"betas": [0.9, 0.99]}]
+    segments = (msg.Segment(0, 0, 8, 0),)
+    plain = msg.ShardPlan(
+        shard=1, server="server-0", dtype="float32", length=8, segments=segments, options_group=0,
+        priority=0,
+    )  # fmt: skip
+    group.shards[1] = HeldShard(plain, 49)
+    assert not measures(group)
+    coded = msgspec.structs.replace(plain, shard=2, codec="onebit", code_bytes=5)
+    group.shards[2] = HeldShard(coded, 49)
+    assert measures(group)
+    group.step = 50
+    assert not measures(group)
+
+
+def test_servers_of_later_parts_count() -> None:
+    freezing = Freezing(FreezeRule(beta2=0.9), ["server-0"])
+    freezing.extend(["server-1"])
+    message = msg.Variance(node="server-1", group=0, step=50, norms={}, counts={})
+    assert freezing.on_variance(message) is None
