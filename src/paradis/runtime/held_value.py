@@ -15,6 +15,9 @@ from paradis.wire.messages import Options, ParameterSpec, ShardPlan
 
 Scalars = dict[int, dict[str, float]]
 
+_TAKES_OVER = ("onebit", "onebit-tensor")
+"""Codecs whose coders need the optimizer's state no more once they have begun: two models less."""
+
 MEMORY = "."
 """In a checkpoint, between a codec's name and that of its memory; no state of torch has it."""
 
@@ -46,6 +49,9 @@ class HeldValue:
         if options is not None and not self.coder.memories():
             states = [self.optimizer.state(i) for i in range(len(self.segments))]
             self.coder.begin(states, options)
+            if self.plan.codec in _TAKES_OVER:
+                for index in range(len(self.segments)):
+                    self.optimizer.load_state(index, {}, {})
         return self.coder
 
     def norms_of_v(self) -> dict[int, float]:
