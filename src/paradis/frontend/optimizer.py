@@ -216,11 +216,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _announce_own_norm(self) -> None:
         if not self._announced_clip and len(self._bound.members()) > 1:
             self._announced_clip = True
+            why = (
+                f"in mode {self._bound.mode}: there is no mean gradient, for each is an update by "
+                "itself"
+                if self._bound.clocked
+                else f"with {self._inner_name}: what travels are momenta or votes, no gradients"
+            )
             self._bound.session.node.announce(
                 "warning",
-                "clip_grad_norm_ clips each worker's own gradient here: there is no mean gradient, "
-                "for each is an update by itself (modes ssp and async), or momenta or votes travel "
-                "(paradis.optim)",
+                f"clip_grad_norm_ clips each worker's own gradient {why}",
                 once=True,
             )
 
