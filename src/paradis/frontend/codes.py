@@ -10,6 +10,7 @@ import torch
 
 from paradis.errors import ConfigError
 from paradis.numerics.coding import WorkerCoder
+from paradis.numerics.elementwise import elementwise
 from paradis.roles import events as ev
 from paradis.runtime.shard_store import split_sections
 from paradis.runtime.worker_memory import ShardMemory, own_key
@@ -37,6 +38,7 @@ class Codes:
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
         self._begun: dict[int, None] = {}
+        self._followed = (-1, -1)
         self.ready = False
 
     def first_step(self, options: Sequence[Options], step: int) -> int:
@@ -156,7 +158,7 @@ class Codes:
 
     @property
     def _own_code(self) -> bool:
-        return self._binding.optimizer_name in ("OneBitAdam", "DistributedLion")
+        return elementwise(self._binding.optimizer_name).coded
 
     def savers(self) -> tuple[int, ...]:
         """Return the workers that have a part of their own in a checkpoint."""
@@ -167,7 +169,11 @@ class Codes:
         """See whether the next step travels as codes, and prepare for it once."""
         binding = self._binding
         group = binding.session.node.worker_role.groups.get(binding.group)
-        coded = group is not None and group.coded
+        if group is None or (group.step, group.parts) == self._followed:
+            return  # every gradient of a step asks
+        coded = group.coded
+        if self.ready:
+            self._followed = (group.step, group.parts)
         if coded and self.ready and binding.session.alive:
             self._begin({
                 s: m for s, m in binding.memory.shards.items()
@@ -192,7 +198,7 @@ class Codes:
         for shard in shards:
             kept = binding.session.node.kept.pop((binding.group, shard))
             memory = binding.memory.shards[shard]
-            data = torch.frombuffer(bytearray(kept.data), dtype=torch.uint8)
+            data = torch.frombuffer(kept.data, dtype=torch.uint8)
             columns = split_sections(data, memory.plan, kept.keys, kept.dtypes)
             assert memory.coder is not None
             memory.coder.load_memories(

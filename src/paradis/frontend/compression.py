@@ -128,12 +128,13 @@ class Compressor:
             DeadlineExceeded: the compressing thread does not come to an end.
         """
         self._drain()
-        for shard in [s for s in self._coded if s not in present]:
+        changed, counted = dict.fromkeys(revised), dict.fromkeys(present)
+        for shard in [s for s in self._coded if s not in counted]:
             self._memory.forget(shard)  # encoded, and dropped since
             del self._coded[shard]
         finite = True
         for shard in present:
-            current = shard in self._coded and shard not in revised and not empty
+            current = shard in self._coded and shard not in changed and not empty
             if current or not self._memory.codes(shard):
                 continue
             try:

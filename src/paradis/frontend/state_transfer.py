@@ -31,7 +31,7 @@ def fetch(binding: Binding, optimizer: WrappedOptimizer) -> None:
         state = kept.pop((binding.group, shard), None)
         if state is None or memory.plan.is_buffer:
             continue
-        data = torch.frombuffer(bytearray(state.data), dtype=torch.uint8) if state.data else None
+        data = torch.frombuffer(state.data, dtype=torch.uint8) if state.data else None
         columns = (
             split_sections(data, memory.plan, state.keys, state.dtypes) if data is not None else {}
         )

@@ -158,9 +158,12 @@ class DeltaServer(ServerCoder):
         ]
         optimizer.apply(gradients, options)
         parts = pieces(self.code, self._sizes)
-        for part, value, held, here in zip(parts, self._values, self._held, present, strict=True):
+        ways = [mean[start : start + length] for start, length in self._spans]  # used up by now
+        for part, value, held, way, here in zip(
+            parts, self._values, self._held, ways, present, strict=True
+        ):
             if here:
-                way = value - held
+                torch.sub(value, held, out=way)
                 nothing = torch.zeros_like(way) if self._codec.remembers else None
                 self._codec.encode(way, part, nothing)
                 self._codec.decode_add(part, held)

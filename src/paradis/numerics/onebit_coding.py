@@ -203,13 +203,19 @@ class FrozenShard:
         self.codec.decode(momentum, numbers, self.masks[segment])
         return numbers
 
+    def errors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Return the error memory alone; {} before `begin`."""
+        if not self._momenta:
+            return {}
+        return {self._error_name: [self._kept(segment) for segment in range(len(self._lengths))]}
+
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return error memory, momentum as numbers, inverse denominator; {} before `begin`."""
         if not self._momenta:
             return {}
         every = range(len(self._lengths))
         return {
-            self._error_name: [self._kept(segment) for segment in every],
+            **self.errors(),
             "momentum": [self._momentum(segment) for segment in every],
             "inverse": self._inverses,
         }
@@ -302,7 +308,7 @@ class OneBitAdamWorker(WorkerCoder):
         return self._shard.memories()
 
     def own(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        return {name: kept for name, kept in self._shard.memories().items() if name == "error"}
+        return self._shard.errors()
 
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._shard.load_memories(memories)

@@ -80,13 +80,13 @@ class HeldValue:
             buffers.append(as_bytes(column))
         return tuple(keys), tuple(dtypes), {}, buffers
 
-    def saved_memories(self, segment: int) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint must have of the coder for one segment, lent."""
+    def saved_memories(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Return what a checkpoint must have of the coder: key -> per segment, lent."""
         if self.coder is None:
             return {}
         prefix = self.plan.codec + MEMORY
         memories = self.ready_coder().memories()
-        return {prefix + key: pieces[segment] for key, pieces in memories.items()}
+        return {prefix + key: pieces for key, pieces in memories.items()}
 
     def load_memories(self, saved: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Give the coder its memories of a checkpoint, if it was saved with this codec."""

@@ -41,7 +41,10 @@ class PartWriter:
         for earlier in self._threads:  # one copy at a time, or a slow disk fills the memory
             earlier.join(_TIMEOUT_S)
             if earlier.is_alive():
-                text = f"the checkpoint before is not written after {_TIMEOUT_S:.0f} s"
+                text = (
+                    f"the checkpoint before is not written after {_TIMEOUT_S:.0f} s: save less "
+                    "often, or on a faster disk"
+                )
                 self._post(ev.Written(effect.checkpoint, None, text))
                 return ev.Copied(effect.group, effect.checkpoint)
         sections, scalars = collect()

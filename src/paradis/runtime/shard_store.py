@@ -128,7 +128,8 @@ class ShardStore:
         held = self.shards[shard]
         coder = held.ready_coder()
         numbers = total.view(held.value.dtype)
-        numbers.zero_()  # padding is part of what norms are taken of
+        if sum(s.length for s in held.plan.segments) < numbers.numel():
+            numbers.zero_()  # padding is part of what norms are taken of
         part = torch.zeros_like(numbers) if len(groups) > 1 else numbers
         for index, group in enumerate(each for each in groups if each):
             target = part if index else numbers
@@ -266,6 +267,7 @@ class ShardStore:
         scalars: dict[str, dict[str, float]] = {}
         for shard in self._group.get(group, []):
             held = self.shards[shard]
+            memories = held.saved_memories()
             for index, (segment, spec) in enumerate(
                 zip(held.plan.segments, held.specs, strict=True)
             ):
@@ -280,8 +282,8 @@ class ShardStore:
                     scalars[spec.name] = numbers
                 for key, tensor in tensors.items():
                     sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
-                for key, tensor in held.saved_memories(index).items():
-                    sections.append(Section(spec.name, key, segment.offset, tensor.clone()))
+                for key, pieces in memories.items():
+                    sections.append(Section(spec.name, key, segment.offset, pieces[index].clone()))
         return sections, scalars
 
     def state_bytes(self) -> int:

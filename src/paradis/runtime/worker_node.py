@@ -36,7 +36,7 @@ class KeptState(msgspec.Struct, frozen=True):
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     scalars: dict[int, dict[str, float]]
-    data: bytes
+    data: bytearray
 
 
 class WorkerNode(Node):
@@ -178,7 +178,7 @@ class WorkerNode(Node):
             case fx.KeepState():
                 self.kept[effect.group, effect.shard] = KeptState(
                     effect.keys, effect.dtypes, effect.scalars,
-                    bytes(self.arena.bytes_of(effect.lease).numpy().data),
+                    bytearray(self.arena.bytes_of(effect.lease).numpy().data),
                 )  # fmt: skip
                 self.arena.release(effect.lease)
             case _:
