@@ -11,7 +11,7 @@ import msgspec
 from paradis.errors import DeadlineExceeded, InternalError, ParadisError, from_name
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
-from paradis.roles.events import Received
+from paradis.roles.events import Event, Received
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
 from paradis.runtime.host_group import HostGroup, meeting_point
@@ -164,11 +164,11 @@ class WorkerNode(Node):
                 self.memory[effect.group].kept(effect.shard)
                 self._wake()
             case fx.Copy():
-                self.run_job(
-                    "copying for a checkpoint",
-                    lambda: self.parts.copy(effect, lambda: (self._own_memories(effect.group), {})),
-                    nbytes=1 << 30,
-                )
+                # Not under the node's lock. Worker 0 waits for it, so no next step is over before.
+                threading.Thread(
+                    target=self.run_job, name="paradis-checkpoint", kwargs={"nbytes": 1 << 30},
+                    args=("copying for a checkpoint", lambda: self._copy(effect)),
+                ).start()  # fmt: skip
             case fx.OpenHostGroup():
                 self._open_host_group(effect)
             case fx.CloseHostGroup() if self.sharing is not None:
@@ -183,6 +183,9 @@ class WorkerNode(Node):
                 self.arena.release(effect.lease)
             case _:
                 super().carry_own(effect)
+
+    def _copy(self, effect: fx.Copy) -> Event:
+        return self.parts.copy(effect, lambda: (self._own_memories(effect.group), {}))
 
     def _own_memories(self, group: int) -> list[Section]:
         shards = self.memory[group].shards.values()
