@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradis.core.codes import BLOCK_ELEMENTS, NUMBERS, choose_codec, code_bytes
+from paradis.core.codes import (
+    BLOCK_ELEMENTS,
+    NUMBERS,
+    choose_codec,
+    code_bytes,
+    first_coded_step,
+)
 from paradis.core.layout import LayoutConfig, ParameterInfo, build
 from paradis.errors import ConfigError
 from paradis.numerics.coders import worker_coder
@@ -66,3 +72,12 @@ def test_cuts_and_buckets(sizes: list[int], coded: list[bool]) -> None:
 )
 def test_choice(arguments: tuple[str, str, str, int], wanted: str) -> None:
     assert choose_codec(*arguments, threshold=4096) == wanted
+
+
+def test_first_coded_step() -> None:
+    assert first_coded_step(None, done=0, frozen=False) == -1
+    assert first_coded_step(None, done=500, frozen=True) == 0
+    assert first_coded_step(100, done=0, frozen=False) == 100
+    assert first_coded_step(100, done=30, frozen=False) == 70
+    assert first_coded_step(100, done=100, frozen=False) == 0
+    assert first_coded_step(100, done=150, frozen=False) == 0

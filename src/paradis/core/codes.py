@@ -58,6 +58,19 @@ def code_bytes(codec: str, length: int) -> int:
         ) from None
 
 
+def first_coded_step(fixed: int | None, *, done: int, frozen: bool) -> int:
+    """Return the first step of a run of 1-bit Adam that travels as codes; -1: not known yet.
+
+    Args:
+        fixed: steps before the freeze, over all runs, as the user gave it; None: to be decided.
+        done: steps behind the checkpoint that the run begins with.
+        frozen: the variance was frozen in it already.
+    """
+    if frozen:
+        return 0
+    return -1 if fixed is None else max(0, fixed - done)
+
+
 def choose_codec(
     compression: str, optimizer: str, dtype: str, numel: int, *, threshold: int, scale: str = "l1"
 ) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paradis.core.codes import first_coded_step
 from paradis.errors import ConfigError
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
@@ -71,11 +72,10 @@ class Codes:
                     "optimizer of their own"
                 )
             return role.coded_from
-        done = self._saved_steps()
-        if done < 0:
-            return 0
+        done, frozen = self._saved()
         fixed = options[0].get("freeze_step")
-        return max(0, int(fixed) - done) if isinstance(fixed, int) else -1
+        assert fixed is None or isinstance(fixed, int)
+        return first_coded_step(fixed, done=done, frozen=frozen)
 
     def _check_mode(self) -> None:
         """Refuse codes where workers have clocks of their own.
@@ -142,14 +142,13 @@ class Codes:
             loaded[name] = found
         coder.load_memories(loaded)
 
-    def _saved_steps(self) -> int:
-        """Return the steps behind the checkpoint that the job resumes from; -1: frozen there."""
+    def _saved(self) -> tuple[int, bool]:
+        """Return the steps behind the checkpoint that the job resumes from; is it frozen there?"""
         restore = self._binding.session.settings.restore
         if not restore:
-            return 0
+            return 0, False
         manifest = read_manifest(group_directory(resolve(Path(restore)), self._binding.group))
-        frozen = any(piece.key.endswith(".inverse") for piece in manifest.pieces)
-        return -1 if frozen else manifest.step
+        return manifest.step, any(piece.key.endswith(".inverse") for piece in manifest.pieces)
 
     @property
     def no_gradients(self) -> bool:
