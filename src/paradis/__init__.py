@@ -13,6 +13,7 @@ from paradis.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from paradis import optim
+    from paradis.frontend.membership import group_rank, group_size, worker_group
     from paradis.frontend.optimizer import WrappedOptimizer
     from paradis.frontend.progress import Progress
     from paradis.frontend.session import close, rank, world_size
@@ -24,8 +25,11 @@ __all__ = [
     "WrappedOptimizer",
     "__version__",
     "close",
+    "group_rank",
+    "group_size",
     "optim",
     "rank",
+    "worker_group",
     "world_size",
     "wrap",
 ]
@@ -34,7 +38,10 @@ _HOMES = {
     "Progress": "paradis.frontend.progress",
     "WrappedOptimizer": "paradis.frontend.optimizer",
     "close": "paradis.frontend.session",
+    "group_rank": "paradis.frontend.membership",
+    "group_size": "paradis.frontend.membership",
     "rank": "paradis.frontend.session",
+    "worker_group": "paradis.frontend.membership",
     "wrap": "paradis.frontend.wrap",
     "world_size": "paradis.frontend.session",
 }

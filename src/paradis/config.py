@@ -10,14 +10,20 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from paradis.config_keys import Key, keys_of
-from paradis.config_relations import check_combination, check_relations, check_store
+from paradis.config_relations import (
+    as_in_training,
+    check_combination,
+    check_groups,
+    check_relations,
+    check_store,
+)
 from paradis.config_sections import (
     CheckpointConfig,
     CommunicationConfig,
@@ -64,9 +70,13 @@ class JobConfig:
         """
         check_store(self.topology, self.communication)
         for group in self.topology.worker_groups:
-            check_combination(self.training, group.compression)
-        check_combination(self.training, self.training.compression)
-        check_relations(self.training, self.communication)
+            whole = as_in_training(group, self.training)
+            check_combination(self.training, whole)
+            check_relations(replace(self.training, mode=whole.mode), self.communication)
+        if not self.topology.worker_groups:
+            check_combination(self.training)
+            check_relations(self.training, self.communication)
+        check_groups(self.topology, self.training, self.communication)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +140,14 @@ def job_values(config: JobConfig) -> dict[str, Any]:
 
 def shared_settings(config: JobConfig) -> dict[str, int | float | str | bool]:
     """Return the flat settings that the leader sends; `paradis.settings` rebuilds them."""
-    values = job_values(config)
-    return {each.shared: values[name] for name, each in job_keys().items() if each.shared}
+    training = config.training
+    groups = tuple(as_in_training(group, training) for group in config.topology.worker_groups)
+    values = {**job_values(config), "topology.worker_groups": groups}
+    return {
+        each.shared: each.kind.share(values[name])
+        for name, each in job_keys().items()
+        if each.shared
+    }
 
 
 def example_yaml() -> str:

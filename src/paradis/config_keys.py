@@ -37,12 +37,14 @@ class Kind:
             expects as its message.
         show: stored value to YAML text.
         structured: text from the environment or a flag is read as YAML before ``parse``.
+        share: stored value to what travels among the settings that nodes share.
     """
 
     unit: str
     parse: Callable[[object], Any]
     show: Callable[[Any], str] = str
     structured: bool = False
+    share: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from paradis.config_keys import keys_of
 from paradis.config_sections import CommunicationConfig
 from paradis.config_topology import TopologyConfig
 from paradis.config_training import TrainingConfig
+from paradis.core.worker_groups import WorkerGroup
 from paradis.errors import ConfigError
 
 
@@ -46,6 +47,7 @@ COMBINATIONS: Final = (
         for codec, promise in (
             ("bf16", "half the bytes; all workers have the same bits"),
             ("int8", "a quarter of the bytes, errors sent later; all workers have the same bits"),
+            ("onebit", "of a worker group: its optimizer is paradis.optim.OneBitAdam"),
         )
         for overlap in ("none", "layerwise")
     ),
@@ -79,19 +81,62 @@ def check_store(topology: TopologyConfig, communication: CommunicationConfig) ->
         )
 
 
-def check_combination(training: TrainingConfig, compression: str) -> None:
-    """Check mode, compression and overlap.
+def as_in_training(group: WorkerGroup, training: TrainingConfig) -> WorkerGroup:
+    """Return a worker group with what it does not say taken from ``training``."""
+    return replace(
+        group,
+        mode=group.mode or training.mode,
+        staleness=training.staleness if group.staleness < 0 else group.staleness,
+        compression=group.compression or training.compression,
+    )
+
+
+def check_combination(training: TrainingConfig, group: WorkerGroup | None = None) -> None:
+    """Check mode, compression and overlap, of the job or of one worker group.
 
     Raises:
         ConfigError: they are not in `COMBINATIONS`.
     """
-    wanted = (training.mode, compression, training.overlap)
+    wanted = (training.mode, training.compression, training.overlap)
+    if group is not None:
+        wanted = (group.mode, group.compression, training.overlap)
     if wanted not in {(each.mode, each.compression, each.overlap) for each in COMBINATIONS}:
+        whose = f" of the worker group {group.name}" if group is not None else ""
+        where = ("topology.worker_groups",) if group is not None else ()
         raise ConfigError(
             f"config refused: mode {wanted[0]} with compression {wanted[1]} and overlap "
-            f"{wanted[2]}; expected one of the table that `paradis config show` prints",
-            keys=("training.mode", "training.overlap"),
+            f"{wanted[2]}{whose}; expected one of the table that `paradis config show` prints",
+            keys=(*where, "training.mode", "training.overlap"),
         )
+
+
+def check_groups(
+    topology: TopologyConfig, training: TrainingConfig, communication: CommunicationConfig
+) -> None:
+    """Check what several worker groups do not go with.
+
+    Raises:
+        ConfigError: a setting means nothing there; the message says why.
+    """
+    groups = topology.worker_groups
+    if len(groups) < 2:
+        return
+    for setting, wrong, why in (
+        ("communication.rack_aggregation = on", communication.rack_aggregation == "on",
+         "a rack's workers may train different parameters, so all push directly"),
+        ("training.local_reduction = on", training.local_reduction == "on",
+         "a host's workers may train different parameters, so all push directly"),
+        ("training.early_update = true", training.early_update,
+         "what others read would be an update that no commit has confirmed"),
+        ("training.overlap = double_buffer", training.overlap == "double_buffer",
+         "a late gradient is of values that were read for the step before"),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(
+                f"config refused: {setting} with several topology.worker_groups: {why}; leave it "
+                "at its default",
+                keys=("topology.worker_groups", setting.partition(" ")[0]),
+            )
 
 
 def check_relations(training: TrainingConfig, communication: CommunicationConfig) -> None:

@@ -22,6 +22,7 @@ from paradis.config_keys import (
     parse_fields,
     quote,
 )
+from paradis.core.worker_groups import WorkerGroup, encode
 from paradis.errors import ConfigError
 
 
@@ -33,20 +34,9 @@ class DispatcherNode:
     rack: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerGroup:
-    """Workers that train the same parameters in the same way.
-
-    Attributes:
-        workers: number of workers; 0: all of ``topology.workers``.
-        parameters: pattern over parameter names; ``*`` is every parameter.
-    """
-
-    name: str
-    workers: int = 0
-    parameters: str = "*"
-    mode: str = "sync"
-    compression: str = "none"
+MODES = ("", "sync", "ssp", "async")
+COMPRESSIONS = ("", "none", "bf16", "int8", "onebit")
+"""Of a worker group; ``onebit`` says that its optimizer is `paradis.optim.OneBitAdam`."""
 
 
 def _parse_dispatchers(value: object) -> tuple[DispatcherNode, ...]:
@@ -66,32 +56,44 @@ def _show_dispatchers(value: tuple[DispatcherNode, ...]) -> str:
 
 def _parse_groups(value: object) -> tuple[WorkerGroup, ...]:
     if not isinstance(value, Mapping):
-        raise ValueError("a mapping of group names to {workers, parameters, mode, compression}")
+        raise ValueError(f"a mapping of group names to {{{', '.join(_GROUP_FIELDS)}}}")
     return tuple(_parse_group(str(name), item) for name, item in value.items())
+
+
+_GROUP_FIELDS = ("workers", "parameters", "mode", "staleness", "compression")
 
 
 def _parse_group(name: str, item: object) -> WorkerGroup:
     try:
-        found = parse_fields(item, (), ("workers", "parameters", "mode", "compression"))
+        found = dict(parse_fields(item, (), _GROUP_FIELDS))
     except ValueError as error:
         raise ValueError(f"for the group {name} {error}") from error
-    workers = found.get("workers", 0)
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
-        raise ValueError(f"a number of workers for the group {name}, got {workers!r}")
-    words = {field: word for field, word in found.items() if field != "workers"}
-    for field, word in words.items():
-        if not isinstance(word, str):
-            raise ValueError(f"text for {field} of the group {name}, got {word!r}")
-    return WorkerGroup(name=name, workers=workers, **words)
+    patterns = found.pop("parameters", "*")
+    patterns = patterns if isinstance(patterns, list) else [patterns]
+    if not patterns or not all(isinstance(each, str) and each for each in patterns):
+        raise ValueError(f"a pattern or a list of them for the group {name}, got {patterns!r}")
+    for field, value in found.items():
+        number = field in ("workers", "staleness")
+        if number and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            what = "a number of workers" if field == "workers" else "a number of updates"
+            raise ValueError(f"{what} for the group {name}, got {value!r}")
+        if not number and not isinstance(value, str):
+            raise ValueError(f"text for {field} of the group {name}, got {value!r}")
+    return WorkerGroup(name=name, parameters=tuple(patterns), **found)
 
 
 def _show_groups(value: tuple[WorkerGroup, ...]) -> str:
-    shown = (
-        f"{quote(g.name)}: {{workers: {g.workers}, parameters: {quote(g.parameters)}, "
-        f"mode: {quote(g.mode)}, compression: {quote(g.compression)}}}"
-        for g in value
-    )
-    return f"{{{', '.join(shown)}}}"
+    return f"{{{', '.join(f'{quote(g.name)}: {{{_show_group(g)}}}' for g in value)}}}"
+
+
+def _show_group(group: WorkerGroup) -> str:
+    """What is left out means what ``training`` says."""
+    said = [f"workers: {group.workers}"]
+    said += [f"parameters: [{', '.join(map(quote, group.parameters))}]"]
+    said += [f"mode: {quote(group.mode)}"] if group.mode else []
+    said += [f"staleness: {group.staleness}"] if group.staleness >= 0 else []
+    said += [f"compression: {quote(group.compression)}"] if group.compression else []
+    return ", ".join(said)
 
 
 def _parse_reduction(value: object) -> str | tuple[tuple[int, ...], ...]:
@@ -114,7 +116,9 @@ def _show_reduction(value: str | tuple[tuple[int, ...], ...]) -> str:
 
 
 _DISPATCHERS = Kind(unit="list", parse=_parse_dispatchers, show=_show_dispatchers, structured=True)
-_GROUPS = Kind(unit="mapping", parse=_parse_groups, show=_show_groups, structured=True)
+_GROUPS = Kind(
+    unit="mapping", parse=_parse_groups, show=_show_groups, structured=True, share=encode
+)
 _REDUCTION = Kind(
     unit="auto or lists", parse=_parse_reduction, show=_show_reduction, structured=True
 )
@@ -166,8 +170,11 @@ class TopologyConfig:
     worker_groups: tuple[WorkerGroup, ...] = key(
         (),
         _GROUPS,
-        "Groups of workers by parameters, such as {all: {workers: 4}}. This version takes one "
-        "group that covers everything, in the mode of training.mode, without compression.",
+        "Groups of workers that train disjoint parameters and read the others', such as {backbone: "
+        '{workers: 6, parameters: "backbone.*"}, head: {workers: 2, parameters: "head.*", mode: '
+        "ssp, staleness: 2}}. What a group does not say is as in training. Empty: all workers "
+        "train everything.",
+        shared="worker_groups",
     )
     reduction_groups: str | tuple[tuple[int, ...], ...] = key(
         "auto",
@@ -228,22 +235,20 @@ class TopologyConfig:
             _refuse("ps_nodes", twice[0], "each address once in ps_nodes and disp_nodes")
 
     def _check_groups(self) -> None:
-        if len(self.worker_groups) > 1:
-            names = ", ".join(group.name for group in self.worker_groups)
-            _refuse("worker_groups", names, "one group: this version supports no more")
-        for group in self.worker_groups:
+        groups = self.worker_groups
+        for group in groups:
             where = f"worker_groups.{group.name}"
-            if group.mode != "sync":
-                expected = "sync: in this version training.mode is for all groups"
-                _refuse(f"{where}.mode", group.mode, expected)
-            if group.compression != "none":
-                expected = "none, which this version supports"
-                _refuse(f"{where}.compression", group.compression, expected)
-            if group.parameters != "*":
-                expected = '"*": the one group that this version supports covers everything'
-                _refuse(f"{where}.parameters", group.parameters, expected)
-            if group.workers not in (0, self.workers):
-                _refuse(f"{where}.workers", group.workers, f"topology.workers = {self.workers}")
+            if group.mode not in MODES:
+                _refuse(f"{where}.mode", group.mode, " or ".join(MODES[1:]))
+            if group.compression not in COMPRESSIONS:
+                _refuse(f"{where}.compression", group.compression, " or ".join(COMPRESSIONS[1:]))
+            if not group.workers and len(groups) > 1:
+                _refuse(f"{where}.workers", 0, "at least 1, as there are several groups")
+        if len(groups) == 1 and groups[0].workers not in (0, self.workers):
+            where = f"worker_groups.{groups[0].name}.workers"
+            _refuse(where, groups[0].workers, f"topology.workers = {self.workers}")
+        if len(groups) > 1 and (total := sum(g.workers for g in groups)) != self.workers:
+            _refuse("workers", self.workers, f"{total}, the sum of the groups", "worker_groups")
 
     def _check_reduction(self) -> None:
         groups = self.reduction_groups

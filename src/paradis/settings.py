@@ -42,6 +42,8 @@ class SharedSettings:
         checkpoint_every_steps: 0: only when the script asks.
         restore: checkpoint to start from; empty: none.
         trace: record spans of the gradient path.
+        worker_groups: groups that train disjoint parameters, as `paradis.core.worker_groups`
+            writes them; empty: all workers train everything.
     """
 
     heartbeat_interval_s: float = 2.0
@@ -81,6 +83,7 @@ class SharedSettings:
     virtual_nodes: int = 160
     load_epsilon: float = 0.1
     trace: bool = False
+    worker_groups: str = ""
 
 
 def settings_from(received: Mapping[str, object]) -> SharedSettings:

@@ -67,7 +67,9 @@ LAYERS = {
     "config_sections": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "config_training": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "config_relations": Layer(project=(*GROUND, *CONFIG), forbidden=PURE),
-    "config_topology": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
+    "config_topology": Layer(
+        project=(*GROUND, "config_keys", "core.worker_groups"), forbidden=PURE
+    ),
     "core": Layer(project=GROUND, packages=frozenset({"cityhash"}), forbidden=PURE),
     "numerics": Layer(
         project=(*GROUND, "core.freezing"),

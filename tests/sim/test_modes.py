@@ -148,7 +148,7 @@ def sent_while_changing(patch: Patch) -> None:
         real(self, event, group)
         shard = group.shards[event.shard]
         if shard.stale.current is not None:
-            self._finish_step(shard, *shard.stale.current)
+            self._finish_step(group, shard, *shard.stale.current)
             self._answer_owed(group, shard)
 
     patch.setattr(StaleSteps, "_on_taken", on_taken)

@@ -163,11 +163,34 @@ REFUSALS = [
     ("topology: {workers: 2, racks: 1, disp_nodes: [{address: a:1, rack: r}, "
      "{address: b:1, rack: s}]}", "at least 2"),
     ("topology: {dispatchers: 3, disp_nodes: [{address: a:1, rack: r}]}", "as many as"),
-    ("topology: {worker_groups: {a: {workers: 1, staleness: 2}}}", "unknown: staleness"),
-    ("topology: {worker_groups: {a: {mode: ssp}}}", "topology.worker_groups.a.mode = ssp"),
-    ("topology: {worker_groups: {a: {compression: onebit}}}", "a.compression = onebit"),
-    ("topology: {worker_groups: {a: {parameters: 'head.*'}}}", "a.parameters = head.*"),
-    ("topology: {worker_groups: {a: {}, b: {}}}", "one group"),
+    ("topology: {worker_groups: {a: {workers: 1, bound: 2}}}", "unknown: bound"),
+    ("topology: {worker_groups: {a: {staleness: -1}}}", "a number of updates"),
+    ("topology: {worker_groups: {a: {mode: bsp}}}", "topology.worker_groups.a.mode = bsp"),
+    ("topology: {worker_groups: {a: {compression: 1bit}}}", "a.compression = 1bit"),
+    ("topology: {worker_groups: {a: {parameters: []}}}", "a pattern or a list of them"),
+    ("topology: {worker_groups: {a: {}, b: {}}}", "at least 1, as there are several"),
+    (
+        "topology: {workers: 4, worker_groups: {a: {workers: 2}, b: {workers: 1}}}",
+        "topology.workers = 4; expected 3, the sum of the groups",
+    ),
+    (
+        "topology: {worker_groups: {a: {workers: 1, mode: async, compression: int8}}}",
+        "mode async with compression int8 and overlap layerwise of the worker group a",
+    ),
+    (
+        "{topology: {worker_groups: {a: {workers: 1}, b: {workers: 1}}}, "
+        "training: {early_update: true}}",
+        "training.early_update = true with several topology.worker_groups",
+    ),
+    (
+        "{topology: {worker_groups: {a: {workers: 1}, b: {workers: 1}}}, "
+        "training: {overlap: double_buffer}}",
+        "training.overlap = double_buffer with several topology.worker_groups",
+    ),
+    (
+        "{topology: {worker_groups: {a: {mode: ssp}}}, training: {local_reduction: on}}",
+        "training.local_reduction = on with training.mode = ssp",
+    ),
     ("topology: {workers: 2, worker_groups: {a: {workers: 3}}}", "a.workers = 3"),
     ("topology: {worker_groups: {a: {workers: many}}}", "a number of workers"),
     ("topology: {worker_groups: {a: {mode: 1}}}", "text for mode"),
@@ -342,7 +365,7 @@ def test_config_show_prints_every_key_with_origin_and_the_table(
     assert any("sync + none + layerwise" in line for line in lines)
     assert any("sync + none + double_buffer" in line for line in lines)
     assert any("sync + int8 + layerwise" in line for line in lines)
-    assert len(COMBINATIONS) == 11
+    assert len(COMBINATIONS) == 13
 
 
 @pytest.mark.parametrize("flag", ["topology.servers", "topology.servers=none"])

@@ -26,6 +26,7 @@ LINES_MAX: Final = 10
 """Differences that are shown; the rest is counted."""
 
 _ASPECTS: Final = ("shape", "dtype", "options_group", "trainable")
+_READ: Final = ("shape", "dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,21 @@ class Registration:
     compression: str = ""
 
 
-def compare(registrations: Sequence[Registration]) -> str | None:
-    """Return None if all workers registered the same, else a readable difference."""
+def compare(
+    registrations: Sequence[Registration], readers: Sequence[Registration] = ()
+) -> str | None:
+    """Return None if all workers registered the same, else a readable difference.
+
+    Args:
+        registrations: of the workers that train the parameters.
+        readers: of those that only read them: their optimizers may be others.
+    """
     ordered = sorted(registrations, key=lambda r: r.rank)
-    if len(ordered) < 2:
+    if len(ordered) + len(readers) < 2:
         return None
     lines = _parameter_lines(ordered)
+    if readers and not lines:
+        lines = _parameter_lines([ordered[0], *sorted(readers, key=lambda r: r.rank)], _READ)
     lines += _line("optimizer", {r.rank: r.optimizer for r in ordered})
     lines += _line("compression", {r.rank: r.compression for r in ordered})
     lines += _option_lines({r.rank: r.options for r in ordered})
@@ -96,7 +106,9 @@ def compare_options(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str |
     return f"{what} differ: {text}; set the same values on every worker before step()"
 
 
-def _parameter_lines(ordered: Sequence[Registration]) -> list[str]:
+def _parameter_lines(
+    ordered: Sequence[Registration], aspects: Sequence[str] = _ASPECTS
+) -> list[str]:
     lines: list[str] = []
     by_name = [{p.name: p for p in r.parameters} for r in ordered]
     for r, own in zip(ordered, by_name, strict=True):
@@ -113,7 +125,7 @@ def _parameter_lines(ordered: Sequence[Registration]) -> list[str]:
                 f"parameter {name!r}: registered by {_workers(list(holders))}, "
                 f"not by {_workers(missing)}"
             )
-        for aspect in _ASPECTS:
+        for aspect in aspects:
             values = {rank: getattr(p, aspect) for rank, p in holders.items()}
             lines += _line(f"parameter {name!r} {aspect}", values)
     return lines or _order_lines(ordered)

@@ -14,11 +14,12 @@ from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
 from paradis.frontend.early import EarlyUpdates
 from paradis.frontend.flight import Flight
-from paradis.frontend.naming import Named, layout_of, name_parameters
+from paradis.frontend.naming import Named, name_parameters
+from paradis.frontend.other_groups import OtherGroups
 from paradis.frontend.overlap import After, Explain
 from paradis.frontend.session import Session
 from paradis.frontend.step_clock import StepClock
-from paradis.frontend.watch import ModelWatch
+from paradis.frontend.watch import ModelWatch, check_tensors
 from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
@@ -48,6 +49,9 @@ class Binding:
         compression: chosen for this call; empty: as the configuration says.
         early: what is said ahead of ``step()``, where updates may go ahead of it; else None.
         mode: of the group, as its plan says.
+        watch: notices parameters that are replaced.
+        first_group: number on the wire of the first worker group's part.
+        others: what other worker groups train of the model; None where nobody does.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class Binding:
         self.model = model
         self.optimizer_name = optimizer_name
         self.compression = compression
-        self.group = session.groups
-        session.groups += 1
+        self.first_group = session.groups
+        session.groups += max(1, len(session.membership.groups))
+        self.group = self.first_group + session.membership.index
+        self.others: OtherGroups | None = None
         self.restored: dict[str, msg.Scalar] | None = None
         self.mode = "sync"
         self.steps_before = 0
@@ -69,7 +75,7 @@ class Binding:
         self.named: list[Named] = []
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
-        self._watch = ModelWatch(model)
+        self.watch = ModelWatch(model)
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
@@ -116,9 +122,11 @@ class Binding:
         return self.mode != "sync"
 
     def members(self) -> tuple[int, ...]:
-        """Return the ranks that take part."""
+        """Return the ranks that train what this worker trains."""
         view = self.session.node.worker_role.view
-        return view.members if view is not None else (self.session.rank,)
+        if view is None:
+            return (self.session.rank,)
+        return tuple(r for r in view.members if r in self.session.membership.ranks)
 
     @property
     def first(self) -> bool:
@@ -261,7 +269,7 @@ class Binding:
         self.memory.tensors.extend(BoundTensor(n.spec.name, n.tensor) for n in named)
         trained = [n.tensor for n in named if n.spec.options_group >= 0]
         self._trained.update(dict.fromkeys(map(id, trained)))
-        self._watch.add(trained)
+        self.watch.add(trained)
         request = msg.Register(
             rank=self.session.rank,
             group=self.group,
@@ -346,23 +354,14 @@ class Binding:
         error = self.session.node.error
         if error is not None:
             raise error
-        name = self._watch.replaced()
+        name = self.watch.replaced()
         if name:
             raise ConfigError(
                 f"step refused: {name} was replaced after paradis.wrap, so the new tensor would "
                 "never train; change it in place (p.data.copy_), or build the model first and "
                 "wrap it then"
             )
-        for named, bound in zip(self.named, self.memory.tensors, strict=True):
-            tensor = named.tensor
-            if tensor.dtype != bound.dtype or tensor.shape != bound.shape:
-                raise ConfigError(
-                    f"step refused: {bound.name} is {tensor.dtype} {tuple(tensor.shape)} now, but "
-                    f"was {bound.dtype} {tuple(bound.shape)} at paradis.wrap; convert the model "
-                    "before wrapping it"
-                )
-            if tensor.stride() != bound.stride:
-                _check_layout(named, bound)
+        check_tensors(self.named, self.memory.tensors)
 
     # ----------------------------------------------------------- checkpoints
 
@@ -382,6 +381,8 @@ class Binding:
         """Let go of the tensors and remove the hooks: the session is over, or this is a fork."""
         self.flight.drop()
         self.collector.detach()
+        if self.others is not None:
+            self.others.detach()
         self.compressor.stop()
 
     def save(
@@ -389,12 +390,3 @@ class Binding:
     ) -> str | None:
         """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
         return saving.save(self, options, extra, wait=wait)
-
-
-def _check_layout(named: Named, bound: BoundTensor) -> None:
-    if layout_of(named.tensor) != named.spec.strides:
-        raise ConfigError(
-            f"step refused: {bound.name} has strides {tuple(bound.tensor.stride())} now, but "
-            f"had {bound.stride} at paradis.wrap; choose the memory format before wrapping the "
-            "model"
-        )

@@ -84,7 +84,7 @@ class Codes:
             ConfigError: a code is made for the value before, which is another on each worker there.
         """
         binding = self._binding
-        mode = binding.session.settings.mode
+        mode = binding.session.membership.own.mode or binding.session.settings.mode
         own = self._own_code
         if not own and binding.compression in ("", "none"):
             return

@@ -102,6 +102,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
         binding.compressor.end_step()
+        if binding.others is not None:
+            binding.others.refresh()  # the next step begins
         return loss
 
     def _ask_and_wait(self, closed: ev.StepClosed) -> tuple[Complete, float]:
@@ -294,9 +296,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every worker must add the same. They start from worker 0's values."""
+        binding: Binding | None = getattr(self, "_binding", None)
+        if binding is not None and binding.others is not None:
+            binding.others.refuse_adding()
         super().add_param_group(param_group)
-        if getattr(self, "_binding", None) is not None:
-            self._bound.extend(self)
+        if binding is not None:
+            binding.extend(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's ``state_dict``, with the optimizer state fetched from the servers.

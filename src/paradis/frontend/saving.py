@@ -51,6 +51,8 @@ def save(
             bound.stage()
         binding.give_values(buffers)
     binding.ask("snapshot", ev.SnapshotAsked(binding.group, info))
+    if binding.others is not None:
+        binding.others.save(path, info, wait=wait)
     if wait:
         done = node.wait(-1, f"checkpoint {info.checkpoint}", timeout_s=600.0)
         return done.path

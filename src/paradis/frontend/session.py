@@ -19,6 +19,7 @@ from typing import Protocol, TextIO
 import torch
 
 from paradis.config import load_config, shared_settings
+from paradis.core.worker_groups import membership
 from paradis.errors import ConfigError, ParadisError, StateError
 from paradis.ids import NodeId, worker_id
 from paradis.roles.events import LeaveAsked
@@ -59,6 +60,7 @@ class Session:
         world_size: workers of the job.
         node: the worker's end of the system.
         settings: the job's settings.
+        membership: the worker group that this worker is in.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -83,6 +85,10 @@ class Session:
             )
         else:
             self._start_alone(environ)
+        self.membership = membership(
+            self.settings.worker_groups, self.rank, self.world_size,
+            wanted=environ.get("PARADIS_WORKER_GROUP", ""),
+        )  # fmt: skip
         if self.settings.trace:
             self._trace(environ.get("PARADIS_RUN_DIR", ""))
         self._watch_exit()
@@ -244,8 +250,9 @@ def _failure(rank: int, error: BaseException) -> Failed:
 def _with_local_checkpoints(settings: SharedSettings) -> SharedSettings:
     from dataclasses import replace
 
-    directory = settings.checkpoint_directory or "checkpoints"
-    return replace(settings, checkpoint_directory=str(Path(directory).absolute()))
+    directory = str(Path(settings.checkpoint_directory or "checkpoints").absolute())
+    # Alone, one process trains everything.
+    return replace(settings, checkpoint_directory=directory, worker_groups="")
 
 
 _lock = threading.Lock()

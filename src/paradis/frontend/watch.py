@@ -6,12 +6,14 @@ own dictionaries; names are compared only when something moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paradis.frontend.naming import every_name
+from paradis.errors import ConfigError
+from paradis.frontend.naming import Named, every_name, layout_of
+from paradis.runtime.bound_tensor import BoundTensor
 
 
 class ModelWatch:
@@ -64,3 +66,34 @@ class ModelWatch:
             if module._modules is not children or module._parameters is not parameters:
                 return True
         return any(holder.get(key) is not thing for holder, key, thing in self._anchors)
+
+
+def check_tensors(registered: Sequence[Named], tensors: Sequence[BoundTensor]) -> None:
+    """Refuse parameters that are of another kind than when they were registered.
+
+    Args:
+        registered: as they were, in order.
+        tensors: where they are bound, in the same order.
+
+    Raises:
+        ConfigError: dtype, shape or memory order of one is another; names it.
+    """
+    for named, bound in zip(registered, tensors, strict=True):
+        tensor = named.tensor
+        if tensor.dtype != bound.dtype or tensor.shape != bound.shape:
+            raise ConfigError(
+                f"step refused: {bound.name} is {tensor.dtype} {tuple(tensor.shape)} now, but "
+                f"was {bound.dtype} {tuple(bound.shape)} at paradis.wrap; convert the model "
+                "before wrapping it"
+            )
+        if tensor.stride() != bound.stride:
+            _check_layout(named, bound)
+
+
+def _check_layout(named: Named, bound: BoundTensor) -> None:
+    if layout_of(named.tensor) != named.spec.strides:
+        raise ConfigError(
+            f"step refused: {bound.name} has strides {tuple(bound.tensor.stride())} now, but "
+            f"had {bound.stride} at paradis.wrap; choose the memory format before wrapping the "
+            "model"
+        )

@@ -9,6 +9,7 @@ from paradis.frontend import session as sessions
 from paradis.frontend.binding import Binding
 from paradis.frontend.naming import Named, name_buffers, name_parameters
 from paradis.frontend.optimizer import WrappedOptimizer
+from paradis.frontend.other_groups import register_parts, split
 from paradis.frontend.state_transfer import give_shards, has_trained
 from paradis.numerics.elementwise import Options, check_supported, optimizer_name, options_of
 
@@ -56,16 +57,41 @@ def wrap(
     for named in trained:
         _check_supported(name, all_options[named.spec.options_group], named)
     stored, left_out = name_buffers(model, trained)
-    binding = Binding(sessions.current(), model, name, compression or "")
+    session = sessions.current()
+    _check_group(session, name, compression)
+    binding = Binding(session, model, name, compression or "")
     _announce(model, optimizer, binding, left_out)
-    plan = binding.register([*trained, *stored], all_options)
+    parts = split(trained, session.membership.groups) if session.membership.groups else [trained]
+    parts[0] = [*parts[0], *stored]
+    plan = register_parts(binding, parts, all_options)
     if plan.restore:
         binding.take_restored(plan, optimizer)
     wrapped = binding.optimizer = WrappedOptimizer(optimizer, binding)
     binding.initialize(
         plan, give=lambda shards: give_shards(binding, optimizer, shards, values=True)
     )
+    if binding.others is not None:
+        binding.others.refresh()
     return wrapped
+
+
+def _check_group(session: sessions.Session, optimizer: str, compression: str | None) -> None:
+    """Refuse another compression than the worker group's.
+
+    Raises:
+        ConfigError: the group says ``onebit``, and the optimizer is another; or both choose.
+    """
+    group = session.membership.own
+    if group.compression == "onebit" and optimizer != "OneBitAdam":
+        raise ConfigError(
+            f"paradis.wrap refused: the worker group {group.name} has compression onebit, and its "
+            f"optimizer is {optimizer}; expected paradis.optim.OneBitAdam; choose one of the two"
+        )
+    if session.membership.groups and compression is not None:
+        raise ConfigError(
+            f"paradis.wrap refused: compression {compression!r} in a job with worker groups; "
+            "expected None; say it in topology.worker_groups"
+        )
 
 
 def _check_state(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -344,11 +344,16 @@ class Measure(Effect, frozen=True):
 
 
 class Copy(Effect, frozen=True):
-    """Copy the group's shards, report `Copied`, write them, report `Written`."""
+    """Copy the group's shards, report `Copied`, write them, report `Written`.
+
+    Attributes:
+        options: hyper-parameters to say along with the part, where worker 0 does not know them.
+    """
 
     group: int
     checkpoint: str
     step: int
+    options: list[Options] = []
 
 
 # ------------------------------------------------------------------------------------- leader

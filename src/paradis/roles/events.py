@@ -108,6 +108,12 @@ class PullAsked(Event, frozen=True):
     shards: tuple[int, ...]
 
 
+class ReadAsked(Event, frozen=True):
+    """A step begins that reads a group which others train: bring its values within the bound."""
+
+    group: int
+
+
 class StateAsked(Event, frozen=True):
     """Fetch value and optimizer state of shards of the group.
 

@@ -26,12 +26,14 @@ class HeldShard:
         present: of the last update: bit i is set if segment i was updated; empty: all were.
         whole: ranks whose push of this step has a gradient for every parameter in the shard.
         early: rank -> revision, and the options, it was applied with ahead of the commits, or None.
+        readers: reader -> its last question, where it could not be answered at once.
+        given: reader -> the last version that was sent to it.
     """
 
     __slots__ = ("plan", "version", "collection", "ticket", "initialized", "applying",
                  "nbytes", "pulls", "assigned", "assigning", "assign_step",
                  "sent", "members", "pending", "kept", "present", "whole",
-                 "early", "stale")  # fmt: skip
+                 "early", "stale", "readers", "given")  # fmt: skip
 
     def __init__(self, plan: msg.ShardPlan, version: int) -> None:
         self.plan = plan
@@ -51,6 +53,8 @@ class HeldShard:
         self.whole: dict[int, None] = {}
         self.early: tuple[dict[int, int | None], msg.Options] | None = None
         self.stale: StaleShard | None = None
+        self.readers: dict[NodeId, msg.Read] = {}
+        self.given: dict[NodeId, int] = {}
 
     @property
     def passive(self) -> bool:
@@ -90,12 +94,14 @@ class HeldGroup:
         norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
         ahead: what is known ahead of the commits, with early updates.
         reordered: the last step whose commits changed the admission order, below -1 if none.
+        ranks: who trains it; empty: all workers.
+        saving: ``asked`` or ``copying``: a copy of whatever step the group is at; empty: none.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
                  "skipped", "gone", "unfinished", "coded_from", "norms_of_v", "ahead",
-                 "reordered", "stale")  # fmt: skip
+                 "reordered", "stale", "ranks", "saving")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -120,6 +126,8 @@ class HeldGroup:
         self.ahead = Ahead()
         self.reordered = -2
         self.stale: StaleGroup | None = None
+        self.ranks: tuple[int, ...] = ()
+        self.saving = ""
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""

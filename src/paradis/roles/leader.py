@@ -15,6 +15,7 @@ import msgspec
 
 from paradis.core.colocation import EPSILON_MAX
 from paradis.core.registration import RegisteredParameter, Registration, compare
+from paradis.core.worker_groups import ranks_of
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -178,12 +179,24 @@ class LeaderRole(LeaderViews):
                        f"different steps: {steps}; register on every worker at the same step",
                        now_ns)  # fmt: skip
             return
-        refusal = compare([_registration(table[r]) for r in sorted(table)])
+        ranks = self._trainers(key[0])
+        trained = [_registration(table[r]) for r in sorted(table) if r in ranks]
+        read = [_registration(table[r]) for r in sorted(table) if r not in ranks]
+        if not trained:
+            return  # all who would train it have left; who reads it is told when the time is over
+        refusal = compare(trained, read)
         if refusal:
             self._fail("JoinRefused", refusal, now_ns)
             return
         if self.view is not None:  # else the first view comes back to it: servers may be missing
-            self._plan(table[min(table)])
+            self._plan(table[min(r for r in table if r in ranks)])
+
+    def _trainers(self, group: int) -> tuple[int, ...]:
+        """Return the ranks that train what a ``wrap`` call registers under this number."""
+        groups = self.worker_groups
+        return (
+            ranks_of(groups, group % len(groups)) if groups else tuple(range(self.config.workers))
+        )
 
     def _plan(self, register: msg.Register) -> None:
         key = (register.group, register.part)
@@ -193,10 +206,11 @@ class LeaderRole(LeaderViews):
         first = sum(len(p.parameters) for p in earlier)
         placed = [s for p in self.plans.values() for s in p.shards]
         plan = make_plan(
-            register, self._placement_settings(), weights,
+            register, self._placement_settings(register.group), weights,
             generation=self.generation, first_parameter=first, first_shard=self._next_shard,
             placed=placed,
         )  # fmt: skip  # a plan adds shards to a view: frames in flight stay valid
+        plan = self._of_worker_group(plan)
         self._next_shard += len(plan.shards)
         self.plans[key] = plan
         self._publish(plan)
@@ -227,9 +241,22 @@ class LeaderRole(LeaderViews):
             if not self.nodes[node].gone:
                 self._send(node, msg.Freeze(group=message.group, step=step))
 
-    def _placement_settings(self) -> SharedSettings:
+    def _of_worker_group(self, plan: msg.Plan) -> msg.Plan:
+        """Say who trains what is planned, and how fresh everybody else reads it."""
+        groups = self.worker_groups
+        if len(groups) < 2:
+            return plan
+        bound = groups[plan.group % len(groups)].staleness
+        return msgspec.structs.replace(plan, ranks=self._trainers(plan.group), reading=bound)
+
+    def _placement_settings(self, group: int) -> SharedSettings:
         """Unequal shares are there to even out links, so loads keep closer to them."""
         settings = self.config.settings
+        if self.worker_groups:
+            own = self.worker_groups[group % len(self.worker_groups)]
+            settings = replace(
+                settings, mode=own.mode, staleness=own.staleness, compression=own.compression
+            )
         if not self.config.colocated:
             return settings
         return replace(settings, load_epsilon=min(settings.load_epsilon, EPSILON_MAX))

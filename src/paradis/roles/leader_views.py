@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from paradis.core.host_groups import obstacle
 from paradis.core.tree import Tree, default_tree, rack_group
+from paradis.core.worker_groups import decode
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
 from paradis.roles import effects as fx
 from paradis.settings import SharedSettings
@@ -69,6 +70,7 @@ class LeaderViews:
         self._publishing: msg.View | msg.Plan | None = None
         self._left: dict[int, dict[int, int]] = {}
         self._host_groups: dict[str, tuple[int, ...]] = {}
+        self.worker_groups = decode(config.settings.worker_groups, config.workers)
         self._over = ""
         self._out: list[fx.Effect] = []
 
@@ -152,6 +154,7 @@ class LeaderViews:
             agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
             pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
             usable = agents and pays and rack_group(tree, ranks) is not None
+            usable = usable and len(self.worker_groups) < 2  # its workers may train others
             if usable and early:
                 left_out.append(rack)
             racks[rack] = (agents[0] if usable and not early else "", tuple(ranks))
@@ -169,7 +172,14 @@ class LeaderViews:
         """
         settings = self.config.settings
         mode = settings.local_reduction
-        if settings.mode != "sync" or settings.early_update or settings.overlap == "double_buffer":
+        several = len(self.worker_groups) > 1
+        modes = {g.mode for g in self.worker_groups} or {settings.mode}
+        if (
+            several
+            or modes != {"sync"}
+            or settings.early_update
+            or settings.overlap == "double_buffer"
+        ):
             return {}  # `on` is refused with these
         by_host: dict[str, list[int]] = {}
         for rank in ranks:

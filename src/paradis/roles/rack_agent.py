@@ -105,7 +105,7 @@ class RackAgentRole(Receiver):
             if index == plan.group:
                 self._begin_box(self.groups[index], box, server, keep_lane=True)
 
-    def _contributors(self) -> int:
+    def _contributors(self, group: HeldGroup) -> int:
         return len(self._ranks())
 
     def _ranks(self) -> tuple[int, ...]:

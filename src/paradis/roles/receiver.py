@@ -41,6 +41,13 @@ class Receiver:
 
     # ------------------------------------------------------------- membership
 
+    def present(self, group: HeldGroup) -> tuple[int, ...]:
+        """Return the ranks that train the group and have not left."""
+        assert self.view is not None
+        if not group.ranks:
+            return self.view.members
+        return tuple(r for r in self.view.members if r in group.ranks)
+
     def members(self, group: HeldGroup) -> tuple[int, ...]:
         """Return the ranks that take part in the group's present step, in order.
 
@@ -49,9 +56,11 @@ class Receiver:
         """
         assert self.view is not None
         if not self.view.left:
-            return self.view.members
-        ranks = dict.fromkeys(self.view.members)
+            return self.present(group)
+        ranks = dict.fromkeys(self.present(group))
         for rank, steps in self.view.left.items():
+            if group.ranks and rank not in group.ranks:
+                continue
             finished = steps.get(group.index, 0)
             if finished > group.step or (finished < 0 and rank in group.commits):
                 ranks[rank] = None
@@ -145,17 +154,16 @@ class Receiver:
 
         That is so after most pushes, hence worth a look before everything is looked at.
         """
-        return not self._decided(group) and shard.collection.ranks_held < self._contributors()
+        return not self._decided(group) and shard.collection.ranks_held < self._contributors(group)
 
     def _decided(self, group: HeldGroup) -> bool:
         """Whether somebody has committed, asked for a norm, or left."""
         assert self.view is not None
         return bool(group.commits or group.norms or self.view.left)
 
-    def _contributors(self) -> int:
+    def _contributors(self, group: HeldGroup) -> int:
         """Return how many ranks a sum is made of while nobody has left."""
-        assert self.view is not None
-        return len(self.view.members)
+        return len(self.present(group))
 
     def _in_view(self, event: ev.Received, message: msg.DataMessage) -> bool:
         """Refuse frames of another generation: the fence of the data plane."""
@@ -368,6 +376,7 @@ class Receiver:
         group.parts = plan.part + 1
         group.optimizer = plan.optimizer
         group.options = plan.options
+        group.ranks = plan.ranks
         group.specs.extend(plan.parameters)
         mine = tuple(shards)
         if not plan.part:

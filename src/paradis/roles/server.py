@@ -128,6 +128,8 @@ class ServerRole(ServerEarly, StaleSteps):
                 self._on_assign(event, message)
             case msg.Pull():
                 self._on_pull(event.source, message)
+            case msg.Read():
+                self._on_read(event.source, message)
             case msg.PullState():
                 self._on_pull_state(event.source, message)
             case msg.Snapshot():
@@ -223,7 +225,7 @@ class ServerRole(ServerEarly, StaleSteps):
         """The first step without a worker that left: say so; False if that ends the job."""
         assert self.view is not None
         for rank, steps in sorted(self.view.left.items()):
-            if rank in members or rank in group.gone:
+            if rank in members or rank in group.gone or (group.ranks and rank not in group.ranks):
                 continue
             group.gone[rank] = None
             text = step_rules.early_finish_text(rank, steps.get(group.index, 0), members)
@@ -249,7 +251,9 @@ class ServerRole(ServerEarly, StaleSteps):
         if shard.passive or shard.applying or self.view is None or not shard.initialized:
             return
         current = shard.version == group.step
-        members = self.members(group) if current else self.view.members
+        members = self.members(group) if current else self.present(group)
+        if not members or group.saving == "copying":
+            return
         expected = self.sum_if_complete(group, shard, self.tree(members), len(members))
         if not current or group.verdict not in ("apply", "skip"):
             if current:
@@ -326,6 +330,7 @@ class ServerRole(ServerEarly, StaleSteps):
                 targets[worker_id(rank)] = None
         for target in {**targets, **ends}:
             self._send_update(target, group, shard, unchanged=unchanged)
+        self.answer_readers(group, shard)
         group.unfinished -= 1
         self._end_step(group)
 

@@ -27,9 +27,6 @@ class ServerEarly(ServerValues):
     early_update = False
     check_finite = True
 
-    def _consider(self, group: HeldGroup) -> None:
-        raise AssertionError("subclass")  # pragma: no cover
-
     def _on_begin(self, begin: msg.Begin) -> None:
         """A worker has begun the step. A lost one costs only time: the commit says the same."""
         group = self.groups.get(begin.group)
@@ -116,6 +113,7 @@ class ServerEarly(ServerValues):
                 self._send_confirmed(worker_id(rank), group, group.step)
         measured = freezing.measures(group)
         group.next_step(group.step + 1)
+        self.copy_as_is(group)
         if group.coded_from == group.step:
             self._out.append(fx.BeginCodes(group.index, group.options))
         if measured:  # also if nothing was updated here: the leader waits for all

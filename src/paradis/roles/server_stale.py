@@ -94,6 +94,8 @@ class StaleSteps(StaleValues):
                 self._on_stale_assign(event, message, group)
             case msg.Pull():
                 self._on_stale_pull(event.source, message, group)
+            case msg.Read():
+                self._on_read(event.source, message)
             case msg.PullState():
                 self._on_stale_pull_state(event.source, message, group)
             case msg.Snapshot():
@@ -200,8 +202,7 @@ class StaleSteps(StaleValues):
     # ------------------------------------------------------------------ updates
 
     def go_on_all(self, group: HeldGroup) -> None:
-        assert self.view is not None
-        members = self.view.members
+        members = self.present(group)
         for shard in sorted(group.shards.values(), key=lambda s: -s.plan.priority):
             if shard.stale is not None:
                 self._forget_gone(group, shard, members)
@@ -230,6 +231,7 @@ class StaleSteps(StaleValues):
         asked, shard.stale.asked = shard.stale.asked, {}
         for source, question in asked.items():
             self._on_stale_pull_state(source, question, group)
+        self.answer_readers(group, shard)
         if not shard.passive:
             self._pass_over(group, shard)
             self._answer_owed(group, shard)
@@ -253,19 +255,20 @@ class StaleSteps(StaleValues):
                 for each in held:
                     shard.collection.held.remove(each)
                 self._free(group, shard, held, known.step)
-                self._finish_step(shard, rank, known.step)
+                self._finish_step(group, shard, rank, known.step)
 
-    def _finish_step(self, shard: HeldShard, rank: int, step: int) -> None:
-        assert shard.stale is not None and self.view is not None
+    def _finish_step(self, group: HeldGroup, shard: HeldShard, rank: int, step: int) -> None:
+        assert shard.stale is not None
         shard.stale.clocks.finish(rank, step)
-        if rank in self.view.members:
+        if rank in self.present(group):
             shard.stale.owed[rank] = step
 
     def _answer_owed(self, group: HeldGroup, shard: HeldShard) -> None:
-        assert shard.stale is not None and self.view is not None
+        assert shard.stale is not None
         stale = shard.stale
+        members = self.present(group)
         for rank, step in list(stale.owed.items()):
-            if stale.clocks.may_begin(rank, step + 1, self.view.members):
+            if stale.clocks.may_begin(rank, step + 1, members):
                 del stale.owed[rank]
                 same = stale.given.get(rank, stale.base) == shard.version
                 stale.given[rank] = shard.version
@@ -298,7 +301,7 @@ class StaleSteps(StaleValues):
         if event.ticket != shard.ticket or not shard.collection.summing:
             return
         assert shard.stale is not None and shard.stale.current is not None
-        assert group.stale is not None and self.view is not None
+        assert group.stale is not None
         rank, step = shard.stale.current
         done, shard.collection.summing = shard.collection.summing, []
         shard.applying = True
@@ -306,7 +309,7 @@ class StaleSteps(StaleValues):
         commit = group.stale.commits[rank].commit
         staleness = shard.version - shard.stale.read[rank]
         divisor = rate_divisor(
-            members=len(self.view.members), staleness=staleness, scaled=group.stale.scaling
+            members=len(self.present(group)), staleness=staleness, scaled=group.stale.scaling
         )
         present = tuple(parameter_present(commit, s.parameter) for s in shard.plan.segments)
         options = slowed(commit.options[shard.plan.options_group], divisor)
@@ -326,7 +329,7 @@ class StaleSteps(StaleValues):
         shard.applying = False
         shard.stale.current = None
         shard.version += 1
-        self._finish_step(shard, rank, step)
+        self._finish_step(group, shard, rank, step)
         self.go_on(group, shard)
         self._copy_when_idle(group)
 
@@ -363,13 +366,13 @@ class StaleSteps(StaleValues):
 
     def _waiting(self, group: HeldGroup) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return rank -> (its step, who is too far behind), of workers that wait."""
-        assert self.view is not None
+        members = self.present(group)
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for shard in group.shards.values():
             if shard.stale is None:
                 continue
             for rank, step in shard.stale.owed.items():
-                slow = shard.stale.clocks.waits_for(step + 1, self.view.members)
+                slow = shard.stale.clocks.waits_for(step + 1, members)
                 if slow:
                     found.setdefault(rank, (step, slow))
         return found

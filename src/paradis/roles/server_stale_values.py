@@ -57,7 +57,7 @@ class StaleValues(ServerValues):
         within, stale = pull.version > pull.step, shard.stale
         if within and (
             pull.worker in stale.owed
-            or not stale.clocks.may_begin(pull.worker, pull.step + 1, self.view.members)
+            or not stale.clocks.may_begin(pull.worker, pull.step + 1, self.present(group))
         ):
             return  # it comes by itself
         if not shard.initialized or self._busy(shard):
@@ -122,7 +122,8 @@ class StaleValues(ServerValues):
                 self._send_snapshot_ack(group, snapshot.checkpoint)
             return
         group.copying = snapshot.checkpoint
-        group.stale.saving = snapshot.version
+        group.stale.saving = self._own_step(group) if snapshot.as_is else snapshot.version
+        group.saving = "asked" if snapshot.as_is else ""
         self._copy_when_idle(group)
 
     def _copy_when_idle(self, group: HeldGroup) -> None:
@@ -131,11 +132,19 @@ class StaleValues(ServerValues):
         if stale.saving is None or stale.copying or any(map(self._busy, group.shards.values())):
             return
         stale.copying = True
-        self._out.append(fx.Copy(group.index, group.copying, stale.saving))
+        known = stale.commits.get(min(group.ranks, default=0))
+        options = (known.commit.options if known else group.options) if group.saving else []
+        self._out.append(fx.Copy(group.index, group.copying, stale.saving, options))
+
+    def _own_step(self, group: HeldGroup) -> int:
+        """Return how many steps of the group's lowest worker all shards here hold."""
+        active = [s for s in group.shards.values() if s.stale is not None and not s.passive]
+        done = [s.stale.clocks.done(min(group.ranks)) for s in active if s.stale is not None]
+        return min(done, default=group.step)
 
     def _on_stale_copied(self, event: ev.Copied, group: HeldGroup) -> None:
         assert group.stale is not None
-        group.stale.saving, group.stale.copying = None, False
+        group.stale.saving, group.stale.copying, group.saving = None, False, ""
         group.copied = event.checkpoint
         self._send_snapshot_ack(group, event.checkpoint)
         self.go_on_all(group)

@@ -10,11 +10,11 @@ from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.held import HeldGroup, HeldShard
-from paradis.roles.receiver import Receiver
+from paradis.roles.server_reading import ServerReading
 from paradis.wire import messages as msg
 
 
-class ServerValues(Receiver):
+class ServerValues(ServerReading):
     """Everything that a server is asked for and that is not a step."""
 
     # ------------------------------------------------------------------- pulls
@@ -69,7 +69,7 @@ class ServerValues(Receiver):
             if shard.assigning is None:
                 self._send_assign_ack(event.source, message)
             return
-        if shard.assigning is not None or shard.pending is not None:
+        if shard.assigning is not None or shard.pending is not None or group.saving == "copying":
             self._drop(event)
         elif message.at_step and group.verdict not in ("apply", "skip"):
             shard.pending = event
@@ -100,6 +100,8 @@ class ServerValues(Receiver):
         pulls, shard.pulls = shard.pulls, []
         for source, pull in pulls:
             self._on_pull(source, pull)
+        self.answer_readers(group, shard)
+        self.copy_as_is(group)
         self.advance(group, shard)
 
     def _on_pull_state(self, source: NodeId, pull: msg.PullState) -> None:
@@ -161,6 +163,9 @@ class ServerValues(Receiver):
 
     def _on_snapshot(self, snapshot: msg.Snapshot) -> None:
         group = self.groups.get(snapshot.group)
+        if group is not None and snapshot.as_is:
+            self._ask_as_is(group, snapshot)
+            return
         if group is not None:
             group.catch_up(snapshot.version)
         if group is None or group.step != snapshot.version:
@@ -175,7 +180,14 @@ class ServerValues(Receiver):
     def _on_copied(self, event: ev.Copied) -> None:
         group = self.groups[event.group]
         group.copied = event.checkpoint
+        if group.saving:
+            self._copied_as_is(group)
+            self._consider(group)
+            return
         self._send_snapshot_ack(group, event.checkpoint)
+
+    def _consider(self, group: HeldGroup) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
 
     def _send_snapshot_ack(self, group: HeldGroup, checkpoint: str) -> None:
         self._send(worker_id(0), msg.SnapshotAck(group=group.index, step=group.step,

@@ -14,12 +14,13 @@ from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_early import WorkerEarly
+from paradis.roles.worker_reading import WorkerReading
 from paradis.roles.worker_sharing import WorkerSharing
 from paradis.roles.worker_state import Group, Shard, WorkerConfig
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerSharing, WorkerEarly):
+class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
     """Pure state machine of one worker process.
 
     Args:
@@ -77,6 +78,10 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 self._on_pull_asked(event)
             case ev.StateAsked():
                 self._on_state_asked(event)
+            case ev.ReadAsked():
+                self._on_read_asked(event)
+            case ev.SnapshotAsked() if event.group in self.readings:
+                self._on_as_is_asked(event)
             case ev.SnapshotAsked():
                 self._on_snapshot_asked(event)
             case ev.RegisterAsked():
@@ -144,14 +149,14 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             self._begin_again(group)
             if group.closed and group.busy:
                 self._send_commit(group)
-            if group.committed and before is not None and self._lowest_now(before):
+            if group.committed and before is not None and self._lowest_now(group, before):
                 self._queue_changed(group)
             self._pump(group)
 
-    def _lowest_now(self, before: msg.View) -> bool:
+    def _lowest_now(self, group: Group, before: msg.View) -> bool:
         """Whether those below us have left: what the script changed is ours to send now."""
-        assert self.view is not None
-        return min(before.members) < self.config.rank == min(self.view.members)
+        earlier = group.among(before.members)
+        return min(earlier) < self.config.rank == min(self.members(group))
 
     def _connect(self) -> None:
         assert self.view is not None
@@ -164,10 +169,13 @@ class WorkerRole(WorkerSharing, WorkerEarly):
         self._out.append(fx.Connect(wanted))
 
     def _on_plan(self, plan: msg.Plan) -> None:
+        if self._on_read_plan(plan):
+            return
         group = self.groups.setdefault(plan.group, Group(plan.group, plan.step))
         if plan.part < group.parts:
             return
         group.parts = plan.part + 1
+        group.ranks = plan.ranks
         group.step = plan.step
         group.clocked = plan.mode != "sync"
         agent = "" if group.clocked else self._agent()
@@ -186,6 +194,9 @@ class WorkerRole(WorkerSharing, WorkerEarly):
     def _on_data(self, event: ev.Received) -> None:
         message = event.message
         assert isinstance(message, msg.DataMessage)
+        if message.group in self.readings:
+            self._on_read_data(self.readings[message.group], event)
+            return
         group = self.groups.get(message.group)
         if group is None:
             self._release(event)
@@ -246,6 +257,7 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             self._pull_state(group, only=peer)
             if group.snapshot is not None:
                 self._send_snapshot(group, only=peer)
+        self._read_again(peer)
 
     def _heal_box(self, group: Group, target: str, box: Outbox, *, new_link: bool) -> None:
         box.lane_again(ASSIGN)
@@ -284,10 +296,12 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             self._connect()
 
     def _arm_retry(self, event: ev.Event, now_ns: int) -> None:
-        if not any(g.busy for g in self.groups.values()):
+        groups_busy = any(g.busy for g in self.groups.values())
+        if not groups_busy and not any(r.busy for r in self.readings.values()):
             return
         if isinstance(event, ev.TimerFired | ev.StepClosed | ev.NormAsked | ev.PullAsked
-                      | ev.AssignAsked | ev.StateAsked | ev.SnapshotAsked):  # fmt: skip
+                      | ev.ReadAsked | ev.AssignAsked | ev.StateAsked
+                      | ev.SnapshotAsked):  # fmt: skip
             self._out.append(fx.SetTimer("retry", now_ns + self.config.retry_ns))
 
     def _retry(self) -> None:
@@ -301,6 +315,7 @@ class WorkerRole(WorkerSharing, WorkerEarly):
     def _leave(self) -> None:
         self._left = True
         self._drop_early()
+        self._drop_kept()
         steps = {g.index: g.step for g in self.groups.values()}
         self._send(LEADER, msg.Leave(node=self.node, steps=steps))
 
@@ -311,6 +326,8 @@ class WorkerRole(WorkerSharing, WorkerEarly):
 
     def missing(self, index: int) -> str:
         """Return a sentence that says what the group's wait is for."""
+        if index in self.readings:
+            return self._unread(self.readings[index])
         group = self.groups.get(index)
         if group is None:
             return "the leader has not published a plan"

@@ -53,10 +53,10 @@ class WorkerPushes:
     def _install_early(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
-    def members(self) -> tuple[int, ...]:
-        """Return the ranks that take part."""
+    def members(self, group: Group) -> tuple[int, ...]:
+        """Return the ranks that train a group and have not left."""
         assert self.view is not None
-        return self.view.members
+        return group.among(self.view.members)
 
     def _hand_over(self, group: Group, shard: Shard) -> bool:
         raise AssertionError("subclass")  # pragma: no cover

@@ -154,6 +154,7 @@ class Group:
         confirming: servers that have not said that the step is confirmed.
         clocked: each worker has its own clock (modes ``ssp`` and ``async``): a step is answered
             with whatever version its shards have then.
+        ranks: who trains it; empty: all workers.
     """
 
     index: int
@@ -171,6 +172,7 @@ class Group:
     pull_round: int = 0
     state_round: int = 0
     clocked: bool = False
+    ranks: tuple[int, ...] = ()
     snapshot: CheckpointInfo | None = None
     copies: dict[str, int] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
@@ -186,6 +188,10 @@ class Group:
     missed: dict[int, None] = field(default_factory=dict)
     confirming: dict[str, None] = field(default_factory=dict)
     _ordered: tuple[int, list[Shard]] = (0, [])
+
+    def among(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of the job's members that train the group."""
+        return tuple(r for r in members if r in self.ranks) if self.ranks else members
 
     def ordered(self) -> list[Shard]:
         """Return the shards in admission order."""

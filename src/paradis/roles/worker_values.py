@@ -25,6 +25,10 @@ _COPIES_MAX = 8
 class WorkerValues(WorkerPushes):
     """Everything that the script asks for and that is not a gradient."""
 
+    def reads(self, group: int, shard: int, version: int) -> bool:
+        """Return whether a value of what others train is newer than the one that is here."""
+        raise AssertionError("subclass")  # pragma: no cover
+
     def _keep_early(self, group: Group, update: msg.Update, event: ev.Received) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
@@ -48,8 +52,8 @@ class WorkerValues(WorkerPushes):
 
     def _queue_changed(self, group: Group) -> None:
         """Values that the script changed: the lowest rank's go to the servers within the step."""
-        assert self.view is not None and group.commit is not None
-        if min(self.view.members) == self.config.rank:
+        assert group.commit is not None
+        if min(self.members(group)) == self.config.rank:
             group.assign_count += 1
             for shard_id in group.commit.changed:
                 self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
@@ -120,7 +124,7 @@ class WorkerValues(WorkerPushes):
         """
         group = self.groups.get(group_index)
         if group is None:
-            return False
+            return self.reads(group_index, shard_id, version)
         if self.takes_aside(group_index, version):
             return shard_id in group.shards and shard_id not in group.early
         if shard_id not in group.waiting:
@@ -136,11 +140,12 @@ class WorkerValues(WorkerPushes):
     def takes_aside(self, group_index: int, version: int) -> bool:
         """Return whether an update of this version comes ahead of ``step()``.
 
-        Then the parameters' memory must stay as it is: backward may still read it.
+        Then the parameters' memory must stay as it is: backward may still read it. So it is with
+        what other worker groups train.
         """
         group = self.groups.get(group_index)
         if group is None or group.begun is None:
-            return False
+            return group is None
         return version == group.step + 1 and not group.committed
 
     def _on_update(self, group: Group, update: msg.Update, event: ev.Received) -> None:
@@ -263,7 +268,8 @@ class WorkerValues(WorkerPushes):
         for server in group.snapshot_from:
             if server in self._up and (not only or only == server):
                 self._send(server, msg.Snapshot(**self._head(group), step=group.step,
-                           version=group.step, checkpoint=group.snapshot.checkpoint))  # fmt: skip
+                           version=group.step, as_is=False,
+                           checkpoint=group.snapshot.checkpoint))  # fmt: skip
 
     def _on_snapshot_ack(self, group: Group, source: NodeId, ack: msg.SnapshotAck) -> None:
         if group.snapshot is None or ack.checkpoint != group.snapshot.checkpoint:

@@ -198,17 +198,21 @@ def _named(join: Join, node: NodeId) -> Join:
 
 def _manifest(effect: fx.WriteManifest, groups: tuple[int, ...]) -> Manifest:
     parameters = tuple(p for plan in effect.plans for p in plan.parameters)
+    step, options = effect.info.step, effect.info.options
+    if effect.info.as_is:  # servers may be a step apart: nobody goes on from one that is not in
+        least = min(effect.parts, key=lambda part: part.step)
+        step, options = least.step, least.options
     scalars: dict[str, dict[str, float]] = {}
     for part in effect.parts:
         scalars.update(part.scalars)
     return Manifest(
         paradis=version.VERSION,
-        step=effect.info.step,
+        step=step,
         group=effect.info.group,
         groups=groups,
         parameters=parameters,
         optimizer=effect.plans[0].optimizer,
-        options=effect.info.options,
+        options=options,
         scalars=scalars,
         extra=effect.info.extra,
         pieces=tuple(piece for part in effect.parts for piece in part.pieces),

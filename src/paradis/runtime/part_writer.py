@@ -63,7 +63,7 @@ class PartWriter:
             return
         self._post(ev.Written(effect.checkpoint, Saved(
             node=self._node, checkpoint=effect.checkpoint, group=effect.group, step=effect.step,
-            pieces=pieces, scalars=scalars,
+            pieces=pieces, scalars=scalars, options=effect.options,
         )))  # fmt: skip
 
     @property

@@ -375,7 +375,7 @@ class Script:
                 step=version,
                 options=self.options,
                 extra={},
-                workers=self.worker.role.members() if self.job.coded else (),
+                workers=self.worker.members(group) if self.job.coded else (),
             )
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))

@@ -125,6 +125,10 @@ class SimWorker(SimNode):
             case _:
                 return super().resolve(message, payload)
 
+    def members(self, group: int) -> tuple[int, ...]:
+        """Return the ranks that train a group and have not left."""
+        return self.role.members(self.role.groups[group])
+
     def leased(self) -> list[int]:
         """Return the leases of updates that wait for ``step()``."""
         return [lease for g in self.role.groups.values() for _, lease in g.early.values()]

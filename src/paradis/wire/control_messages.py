@@ -94,6 +94,8 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         mode: ``sync``; or ``ssp``, ``async``, where each worker's gradient is an update by itself.
         staleness: of ``ssp``: how many steps a worker may be ahead of the slowest, at least 1.
         scaling: the learning rate of an update is divided by its staleness.
+        ranks: who trains it; everybody else reads it. Empty: all train it.
+        reading: updates that the value of a reader may lack when its step begins.
     """
 
     generation: int
@@ -110,6 +112,8 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     mode: str = "sync"
     staleness: int = 0
     scaling: bool = False
+    ranks: tuple[int, ...] = ()
+    reading: int = 0
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):
@@ -240,6 +244,7 @@ class Saved(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         scalars: parameter name -> {state name: number}.
+        options: hyper-parameters of the last step, where worker 0 does not know them.
     """
 
     node: str
@@ -248,6 +253,7 @@ class Saved(ControlMessage, frozen=True, kw_only=True):
     step: int
     pieces: tuple[Piece, ...]
     scalars: dict[str, dict[str, float]]
+    options: list[Options] = []
 
 
 class SaveFailed(ControlMessage, frozen=True, kw_only=True):
@@ -264,6 +270,7 @@ class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
     Attributes:
         workers: ranks that have a part of their own, what their codes have left out so far.
         version: steps of this run, which leaves out those before a restore; ``step`` counts all.
+        as_is: of a group that worker 0 does not train: its own step and options are the servers'.
     """
 
     checkpoint: str
@@ -273,6 +280,7 @@ class CheckpointInfo(ControlMessage, frozen=True, kw_only=True):
     extra: dict[str, Scalar]
     workers: tuple[int, ...] = ()
     version: int = 0
+    as_is: bool = False
 
 
 class CopyMemories(ControlMessage, frozen=True, kw_only=True):

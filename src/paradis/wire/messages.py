@@ -206,6 +206,31 @@ class Pull(DataMessage, frozen=True, kw_only=True):
     KIND: ClassVar[int] = 9
 
 
+class Read(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: a step begins here that reads shards of another worker group.
+
+    The server says their versions at once, or when what is being written is (`Versions`), and
+    sends a value (`Update`) where the one that the worker has, or was sent, lacks ``version``
+    updates or more, at least one.
+
+    Attributes:
+        version: updates that a reader may miss.
+        sequence: number of the question; `Versions` and `Update` carry it.
+        revision: 1 if what was sent before may be lost, else 0.
+        held: shard -> version that the worker has, -1 for none.
+    """
+
+    KIND: ClassVar[int] = 22
+    held: dict[int, int]
+
+
+class Versions(DataMessage, frozen=True, kw_only=True):
+    """Server -> worker: shard -> its version now, in answer to `Read`; perhaps in several parts."""
+
+    KIND: ClassVar[int] = 23
+    versions: dict[int, int]
+
+
 class Assign(DataMessage, frozen=True, kw_only=True):
     """Worker -> server: here are the shard's values. Payload: sections in the order of ``keys``.
 
@@ -267,10 +292,15 @@ class Norms(DataMessage, frozen=True, kw_only=True):
 
 
 class Snapshot(DataMessage, frozen=True, kw_only=True):
-    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint."""
+    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint.
+
+    Attributes:
+        as_is: of a group that worker 0 does not train: at whatever version they are.
+    """
 
     KIND: ClassVar[int] = 16
     checkpoint: str
+    as_is: bool = False
 
 
 class SnapshotAck(DataMessage, frozen=True, kw_only=True):
@@ -326,5 +356,5 @@ class Confirmed(DataMessage, frozen=True, kw_only=True):
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
-    Begin, Confirmed,
+    Begin, Confirmed, Read, Versions,
 )  # fmt: skip
