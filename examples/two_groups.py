@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def main() -> None:
     """Train and report."""
-    rank, group = paradis.group_rank(), paradis.worker_group()
+    rank, group = paradis.group_rank(), paradis.worker_group() or "both"
     images, digits = load()
     train, test = slice(0, 1440), slice(1440, None)
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if paradis.rank() == 0 and number % 5 == 0:
-            print(f"pass {number} of {group or 'both'}: loss {float(loss.detach()):.3f}", flush=True)
+            print(f"pass {number} of {group}: loss {float(loss.detach()):.3f}", flush=True)
 
     optimizer.save_checkpoint(wait=True)
     with torch.no_grad():

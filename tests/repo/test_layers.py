@@ -66,7 +66,7 @@ LAYERS = {
     "config_keys": Layer(project=GROUND, forbidden=PURE),
     "config_sections": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
     "config_training": Layer(project=(*GROUND, "config_keys"), forbidden=PURE),
-    "config_relations": Layer(project=(*GROUND, *CONFIG), forbidden=PURE),
+    "config_relations": Layer(project=(*GROUND, *CONFIG, "core.worker_groups"), forbidden=PURE),
     "config_topology": Layer(
         project=(*GROUND, "config_keys", "core.worker_groups"), forbidden=PURE
     ),
