@@ -199,7 +199,7 @@ def _named(join: Join, node: NodeId) -> Join:
 def _manifest(effect: fx.WriteManifest, groups: tuple[int, ...]) -> Manifest:
     parameters = tuple(p for plan in effect.plans for p in plan.parameters)
     step, options = effect.info.step, effect.info.options
-    if effect.info.as_is:  # servers may be a step apart: nobody goes on from one that is not in
+    if effect.info.as_is:  # each server's part is of the step that it was at
         least = min(effect.parts, key=lambda part: part.step)
         step, options = least.step, least.options
     scalars: dict[str, dict[str, float]] = {}

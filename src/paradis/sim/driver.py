@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 import xxhash
 
+from paradis.core.worker_groups import WorkerGroup, encode
 from paradis.ids import LEADER, NodeId, dispatcher_id, server_id, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -26,6 +27,7 @@ from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.reading_checks import Reading
 from paradis.sim.stale_checks import StaleCheckers
 from paradis.sim.worker import SimWorker, register_worker
 from paradis.sim.workloads import Reference, Workload
@@ -84,6 +86,7 @@ class Simulation:
         self.workload = Workload(job)
         self.reference = Reference()
         self.checkers = Checkers(self) if job.mode == "sync" else StaleCheckers(self)
+        self.reading = Reading(self)
         self.now = 0
         self.events = 0
         self.failures: list[str] = []
@@ -105,6 +108,15 @@ class Simulation:
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
             early_update=job.early, compression=compression,
         )  # fmt: skip
+        if job.groups:
+            groups = [
+                WorkerGroup(
+                    name=f"g{i}", workers=n, parameters=(f"g{i}.*",), mode=job.mode,
+                    staleness=job.bounds[i], compression=compression,
+                )
+                for i, n in enumerate(job.groups)
+            ]  # fmt: skip
+            settings = replace(settings, worker_groups=encode(groups))
         if job.hosts:  # a rack agent would take their place
             settings = replace(settings, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(

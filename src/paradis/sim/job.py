@@ -108,6 +108,9 @@ class Job:
             travel so from the beginning.
         freeze_at_ns: when each worker hears of it.
         early: servers may update before the workers have committed.
+        groups: numbers of workers of the worker groups, in order; each has a model of its own.
+            Empty: all workers train all models.
+        bounds: of each worker group: updates that a reader may miss, and in ``ssp`` its staleness.
         mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
@@ -136,7 +139,20 @@ class Job:
     mode: str = "sync"
     staleness: int = 1
     scaling: bool = False
+    groups: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
     liveness_ns: int = 20_000 * MS
+
+    def ranks_of(self, group: int) -> tuple[int, ...]:
+        """Return the ranks that train a model, ascending."""
+        if not self.groups:
+            return tuple(range(self.workers))
+        first = sum(self.groups[:group])
+        return tuple(range(first, first + self.groups[group]))
+
+    def bound_of(self, group: int) -> int:
+        """Return how many updates of a model a reader may miss; in ``ssp`` also its staleness."""
+        return self.bounds[group] if self.groups else self.staleness
 
     @property
     def clean(self) -> bool:

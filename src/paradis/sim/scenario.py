@@ -22,6 +22,9 @@ WORKLOADS = ("counting", "floats")
 MODES = ("ssp", "async")
 """Workloads in which workers do not wait for each other, counting or with floats by seed."""
 
+GROUPS = "groups"
+"""Workload of several worker groups, of any mode by seed, that read each other's models."""
+
 _SIZES = (1, 3, 8, 20, 33, 40)
 
 
@@ -30,10 +33,12 @@ def scenario(seed: int, workload: str) -> Job:
 
     Args:
         seed: any number of at least 0.
-        workload: ``counting``, ``floats``, ``ssp`` or ``async``.
+        workload: ``counting``, ``floats``, ``ssp``, ``async`` or ``groups``.
     """
     if workload in MODES:
         return _stale(seed, workload)
+    if workload == GROUPS:
+        return _grouped(seed)
     source = random.Random(seed * 2 + WORKLOADS.index(workload))
     racks_count = source.choice((0, 0, 2))
     workers = source.randint(2, 4) if racks_count else source.randint(1, 4)
@@ -100,6 +105,49 @@ def _stale(seed: int, mode: str) -> Job:
         early=False, coded=False, freeze=-1, freeze_at_ns=(), hosts=(),
         faults=tuple(f for f in job.faults if f.kind != "sever"),
     )  # fmt: skip
+
+
+def _grouped(seed: int) -> Job:
+    """Return a job of two or three worker groups of very different speed; some end early."""
+    source = random.Random(f"groups {seed}")
+    mode = source.choice(("sync", "sync", *MODES))
+    job = _stale(seed, mode) if mode in MODES else scenario(seed, source.choice(WORKLOADS))
+    sizes = tuple(source.randint(1, 2) for _ in range(source.choice((2, 2, 3))))
+    workers, steps = sum(sizes), source.randint(3, 8)
+    slow: dict[str, float] = {}
+    leaves: dict[int, int] = {}
+    for group, size in enumerate(sizes):
+        first = sum(sizes[:group])
+        speed = source.choice((1.0, 1.0, 5.0, 30.0))
+        end = source.choice((steps, steps, source.randint(1, steps)))
+        for rank in range(first, first + size):
+            slow[f"worker-{rank}"] = speed
+            if source.random() < 0.15:
+                end = source.randint(1, end)
+            if end < steps:
+                leaves[rank] = end
+    sizes_of = [tuple(source.choice(_SIZES) for _ in range(source.randint(1, 4))) for _ in sizes]
+    buffer = source.choice((0, 5))
+    faults = (f for f in job.faults if f.kind in ("pause", "cut"))
+    weather = job.weather
+    if source.random() < 0.3:  # answers that come when the next question is out
+        weather = replace(weather, repeat=0.4, reorder=True, jitter_ns=3_000_000)
+    return replace(
+        job, workers=workers, groups=sizes, steps=steps, slow=slow, leaves=leaves,
+        bounds=tuple(source.choice((0, 1, 1, 2, 4)) or int(mode == "ssp") for _ in sizes),
+        models=tuple(Model(parts=(p,), buffer=0 if i else buffer) for i, p in enumerate(sizes_of)),
+        weather=weather,
+        racks=(0,) * workers, dispatchers=1, hosts=(), tree=(), early=False,
+        freeze=-1, freeze_at_ns=(), faults=tuple(
+            f for f in faults
+            if all(_index(n) < workers for n in (f.node, f.peer) if n.startswith("worker"))
+            and not f.node.startswith("dispatcher") and not f.peer.startswith("dispatcher")
+        ),
+    )  # fmt: skip
+
+
+def _index(node: str) -> int:
+    return int(node.rpartition("-")[2])
 
 
 def _hosts(
@@ -224,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the trace of one seed and how it ended."""
     parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
-    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES), default="counting")
+    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES, GROUPS), default="counting")
     parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
     options = parser.parse_args(arguments)
     out = sys.stdout

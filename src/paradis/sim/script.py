@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import xxhash
 
@@ -109,23 +110,41 @@ class Script:
         """Train."""
         for group, _ in enumerate(self.job.models):
             yield from self._register(group, 0)
+        yield from self._read()
         end = self.job.leaves.get(self.rank, self.job.steps)
         for step in range(self.job.steps):
             self.step = step
             if step == end:
                 break
             for group, model in enumerate(self.job.models):
+                if not self._trains(group):
+                    continue
                 if step == 1:
                     for part in range(1, len(model.parts)):
                         yield from self._register(group, part)
                 yield from self._iterate(group)
+                yield from self._read()
         else:
             end = self.job.steps
         if end < self.job.steps and self.chance(0.5):
-            self.tensors[0].handed = {}
-            yield from self._backward(0, attempt=0)
+            group = next(g for g, _ in enumerate(self.job.models) if self._trains(g))
+            self.tensors[group].handed = {}
+            yield from self._backward(group, attempt=0)
             self._excuse()
         self.worker.tell(ev.LeaveAsked())
+
+    def _trains(self, group: int) -> bool:
+        return self.rank in self.job.ranks_of(group)
+
+    def _read(self) -> Steps:
+        """A step begins: bring in what other worker groups train."""
+        checks = self.worker.sim.reading
+        for group, _ in enumerate(self.job.models):
+            if not self._trains(group):
+                checks.beginning(self.worker, group)
+                self.worker.tell(ev.ReadAsked(group))
+                yield (group, "read")
+                checks.begun(self.worker, group)
 
     def _register(self, group: int, part: int) -> Steps:
         """Register a part; the lowest worker there assigns its values, the others pull them."""
@@ -146,10 +165,12 @@ class Script:
             mine.values[shard.shard] = self._initial(shard)
             mine.gradients[shard.shard] = torch.zeros(shard.length, dtype=workload.dtype)
             mine.changes[shard.shard] = 0
+        if not self._trains(group):
+            return
         new = tuple(s.shard for s in plan.shards if s.length)
         leaves = self.job.leaves
         if self.rank == min(
-            r for r in range(self.job.workers) if leaves.get(r, self.job.steps) > self.step
+            r for r in self.job.ranks_of(group) if leaves.get(r, self.job.steps) > self.step
         ):
             for shard in plan.shards:
                 value = mine.values[shard.shard]
@@ -335,7 +356,7 @@ class Script:
     def _order(self, group: int) -> tuple[int, ...]:
         """Sometimes the lowest rank has learnt another admission order in its first step."""
         source = self.shared("order", group)
-        if self.step or self.rank or source.random() < 0.5:
+        if self.step or self.rank != self.job.ranks_of(group)[0] or source.random() < 0.5:
             return ()
         order = [plan.shard for plan in self.tensors[group].active()]
         source.shuffle(order)
@@ -380,3 +401,12 @@ class Script:
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))
             yield (group, "snapshot")
+            for other, _ in enumerate(self.job.models):
+                if not self._trains(other):
+                    name = f"step-{version}-group-{other}"
+                    info = msgspec.structs.replace(
+                        info, checkpoint=name, group=other, workers=(), as_is=True
+                    )
+                    self.worker.sim.checkers.saving(name)
+                    self.worker.tell(ev.SnapshotAsked(other, info))
+                    yield (other, "snapshot")

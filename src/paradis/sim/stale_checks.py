@@ -86,11 +86,10 @@ class StaleCheckers(Checkers):
         done.at[rank, step] = len(done.at)
 
     def _check_rate(self, node: ServerNode, effect: fx.Apply, done: Applied, rank: int) -> None:
-        assert node.role.view is not None
         read = self._read.get((rank, effect.shard), done.start)
         demand(effect.staleness == done.version - read, self, f"shard {effect.shard} has staleness "
                f"{effect.staleness}, worker {rank} read version {read}")  # fmt: skip
-        members = len(node.role.view.members)
+        members = len(node.role.present(node.role.groups[effect.group]))
         divisor = max(1, effect.staleness) if self._sim.job.scaling else members
         demand(effect.options["lr"] == RATE / divisor, self, f"rate is {effect.options['lr']}")
 
@@ -102,6 +101,10 @@ class StaleCheckers(Checkers):
                 gradient = record.gradients[effect.shard][span]
                 value[span].add_(gradient, alpha=-float(effect.options["lr"]))  # type: ignore[arg-type]
         done.values.append(value)
+
+    def exact(self, where: str, shard: int, version: int, value: torch.Tensor) -> None:
+        """A value is the one that its version means."""
+        self._demand_value(where, shard, version, value)
 
     def _demand_value(self, where: str, shard: int, version: int, value: torch.Tensor) -> None:
         done = self._of(shard)
@@ -149,12 +152,13 @@ class StaleCheckers(Checkers):
         if worker.closing is None:
             return  # it only looks
         job, step = self._sim.job, worker.script.step
-        for rank in range(job.workers):
+        group = self._sim.reference.shards[shard][0]
+        for rank in job.ranks_of(group):
             last = job.leaves.get(rank, job.steps) - 1
             if rank == worker.rank:
                 last = step
             elif job.mode == "ssp":
-                last = min(last, step - job.staleness)
+                last = min(last, step - job.bound_of(group))
             else:
                 continue
             for each in range(self._of(shard).start, last + 1):

@@ -68,7 +68,10 @@ class SimWorker(SimNode):
                 if effect.code is not None:
                     before, data = data.chunk(2)
                     self.sim.checkers.coded(self, effect.shard, before, value)
-                self.sim.checkers.installing(self, effect, data)
+                if effect.group in self.role.readings:
+                    self.sim.reading.installing(self, effect, data)
+                else:
+                    self.sim.checkers.installing(self, effect, data)
                 value.copy_(data)
                 self.memory.release(effect.lease)
             case fx.OpenHostGroup():
@@ -130,8 +133,10 @@ class SimWorker(SimNode):
         return self.role.members(self.role.groups[group])
 
     def leased(self) -> list[int]:
-        """Return the leases of updates that wait for ``step()``."""
-        return [lease for g in self.role.groups.values() for _, lease in g.early.values()]
+        """Return the leases of updates that wait for ``step()``, or for a step to begin."""
+        early = [lease for g in self.role.groups.values() for _, lease in g.early.values()]
+        readings = self.role.readings.values()
+        return early + [s.lease for r in readings for s in r.shards.values() if s.lease]
 
     def check_values(self, group: int, version: int) -> None:
         """Compare all values of a group with the reference."""
