@@ -104,9 +104,3 @@ def test_what_is_refused_says_why(start_job: Start, tmp_path: Path) -> None:
     job = start_job(SCRIPT, str(tmp_path), "add", servers=1, settings=groups())
     assert any(job.wait().values())
     assert "add_param_group refused: in a job with several worker groups" in job.logs()
-    job = start_job(
-        SCRIPT, str(tmp_path), "read", servers=1, settings=groups(workers=1),
-        environ={"PARADIS_WORKER_GROUP": "tock"},
-    )  # fmt: skip
-    assert any(job.wait().values())
-    assert "PARADIS_WORKER_GROUP = 'tock' refused on worker 0: expected 'tick'" in job.logs()

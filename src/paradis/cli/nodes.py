@@ -17,6 +17,7 @@ from typing import Final
 import psutil
 
 from paradis.config import JobConfig
+from paradis.core.worker_groups import decode, encode, group_of
 from paradis.errors import ConfigError
 from paradis.ids import dispatcher_id, server_id, worker_id
 from paradis.runtime.child import NodeCommand
@@ -127,6 +128,9 @@ def worker_command(plan: JobPlan, rank: int, leader: str) -> NodeCommand:
         "PARADIS_RACK": plan.rack_of_worker(rank),
         "PARADIS_JOB": plan.run.job,
     }
+    groups = decode(encode(plan.config.topology.worker_groups), int(workers))
+    if groups:
+        env["PARADIS_WORKER_GROUP"] = groups[group_of(groups, rank)].name
     if "OMP_NUM_THREADS" not in plan.environ or plan.config.launch.omp_threads:
         env["OMP_NUM_THREADS"] = str(_threads(plan))
     if plan.config.checkpoint.restore:
@@ -163,7 +167,8 @@ def _command(
         "PARADIS_RUN_DIR": str(plan.run.path),
         "PYTHONUNBUFFERED": "1",
     }
-    stale = ("PARADIS_RESUME", "PARADIS_TTY")  # of a run that this one is started from
+    # Of a run that this one is started from.
+    stale = ("PARADIS_RESUME", "PARADIS_TTY", "PARADIS_WORKER_GROUP")
     kept = {key: value for key, value in plan.environ.items() if key not in stale}
     return NodeCommand(
         name=name,
