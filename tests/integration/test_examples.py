@@ -17,6 +17,7 @@ from paradis.storage.export import export_state_dict
 
 ROOT = Path(__file__).parents[2]
 DIGITS = str(ROOT / "examples" / "digits.py")
+TWO_GROUPS = str(ROOT / "examples" / "two_groups.py")
 TRAIN_LM = str(ROOT / "examples" / "train_lm.py")
 SOURCE = str(Path(paradis.__file__).parents[1])
 WAIT_S = 100.0
@@ -81,6 +82,28 @@ def test_digits_with_two_workers_and_two_servers(tmp_path: Path) -> None:
     code, out, err = launch(tmp_path, "--workers", "2", "--servers", "2", DIGITS)
     assert code == 0, err
     assert accuracy(out) >= 95.0
+
+
+def test_two_groups_alone(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, TWO_GROUPS)
+    assert code == 0, err
+    assert accuracy(out) >= 95.0
+
+
+def test_two_groups_train_a_backbone_and_a_head(tmp_path: Path) -> None:
+    """Every worker reads digits, with a half that it has not trained."""
+    code, _, err = launch(tmp_path, "--config", str(Path(TWO_GROUPS).with_suffix(".yaml")),
+                          TWO_GROUPS)  # fmt: skip
+    assert code == 0, err
+    (run_directory,) = (tmp_path / "paradis-runs").iterdir()
+    logs = [(run_directory / f"worker-{rank}.log").read_text() for rank in range(4)]
+    assert all(accuracy(log) >= 94.0 for log in logs), logs
+    saved = found(r"^paradis: checkpoint of step \d+: (.+)$", err)
+    whole = values(saved, tmp_path / "whole.pt")
+    assert whole.keys() == {
+        *(f"backbone.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")),
+        "head.weight", "head.bias",
+    }  # fmt: skip
 
 
 def test_digits_without_scikit_learn_says_what_to_install(tmp_path: Path) -> None:
