@@ -17,7 +17,7 @@ from torch import nn
 
 import paradis
 
-PASSES = 20
+PASSES = 10
 BATCH = 20
 """Images per step of one worker."""
 
@@ -44,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Net()
     measure = nn.CrossEntropyLoss()
-    optimizer = paradis.wrap(model, torch.optim.Adam(model.parameters(), lr=0.003))
+    optimizer = paradis.wrap(model, torch.optim.Adam(model.parameters(), lr=0.005))
 
     chosen = slice(rank, None, paradis.group_size())
     own_images, own_digits = images[train][chosen], digits[train][chosen]

@@ -35,7 +35,7 @@ def save(
         str(group_directory(path, binding.group)), binding.group, binding.steps_done, options, extra
     )
     info = msgspec.structs.replace(info, workers=binding.codes.savers())
-    if info.workers and len(info.workers) < binding.session.world_size:
+    if info.workers and len(info.workers) < len(binding.session.membership.ranks):
         binding.session.node.announce(
             "warning",
             "a checkpoint lacks what the codes of workers that have left had left out; save before "

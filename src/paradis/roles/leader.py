@@ -175,8 +175,9 @@ class LeaderRole(LeaderViews):
             return
         steps = {r: table[r].step for r in sorted(table)}
         if len(set(steps.values())) > 1:
-            self._fail("WorkersDisagree", f"wrap number {key[0]} (part {key[1]}) was registered at "
-                       f"different steps: {steps}; register on every worker at the same step",
+            self._fail("WorkersDisagree", f"wrap number {self._call(key[0])} (part {key[1]}) was "
+                       f"registered at different steps: {steps}; register on every worker at the "
+                       "same step",
                        now_ns)  # fmt: skip
             return
         ranks = self._trainers(key[0])
@@ -240,6 +241,10 @@ class LeaderRole(LeaderViews):
         for node in self._of_role("worker"):
             if not self.nodes[node].gone:
                 self._send(node, msg.Freeze(group=message.group, step=step))
+
+    def _call(self, group: int) -> int:
+        """Return the number of the ``wrap`` call that a group is of."""
+        return group // max(1, len(self.worker_groups))
 
     def _of_worker_group(self, plan: msg.Plan) -> msg.Plan:
         """Say who trains what is planned, and how fresh everybody else reads it."""
@@ -377,8 +382,9 @@ class LeaderRole(LeaderViews):
             return
         have = sorted(self._registered.get((group, part), {}))
         missing = [r for r in range(self.config.workers) if r not in have and r not in self._done]
-        self._fail("DeadlineExceeded", f"wrap number {group} (part {part}) was called on workers "
-                   f"{have} but not on {missing}; call paradis.wrap on every worker",
+        self._fail("DeadlineExceeded", f"wrap number {self._call(group)} (part {part}) was "
+                   f"called on workers {have} but not on {missing}; call paradis.wrap on every "
+                   "worker",
                    now_ns)  # fmt: skip
 
     def _check_alive(self, now_ns: int) -> None:

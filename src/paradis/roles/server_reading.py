@@ -61,7 +61,7 @@ class ServerReading(Receiver):
             shard.given[source] = version
             update = msg.Update(
                 generation=self.view.generation if self.view else 0, group=group.index,
-                shard=shard_id, version=version, sequence=read.sequence,
+                shard=shard_id, step=version, version=version, sequence=read.sequence,
             )  # fmt: skip
             self._send(source, update, fx.Sections(group.index, shard_id, copied=True))
         return version

@@ -95,7 +95,7 @@ class WorkerNode(Node):
             return self.arena.scratch(header.payload_bytes)
         if self.worker_role.takes_aside(group, version):
             aside = self.arena.place(header.payload_bytes)
-            if aside.lease and self.tracer is not None:
+            if aside.lease and self.tracer is not None and group in self.worker_role.groups:
                 self.tracer.receiving(peer, group, shard, step)
             return aside
         views = self._claim(peer, group, shard, header.payload_bytes)
