@@ -25,6 +25,7 @@ from paradis.config_relations import COMBINATIONS
 from paradis.config_sections import CommunicationConfig
 from paradis.config_topology import DispatcherNode, TopologyConfig, WorkerGroup
 from paradis.config_training import TrainingConfig
+from paradis.core.worker_groups import decode
 from paradis.errors import ConfigError, RemoteProtocolError, VersionMismatch
 from paradis.quantities import format_duration, format_size, parse_duration, parse_size
 from paradis.settings import SharedSettings, settings_from
@@ -288,6 +289,27 @@ def test_lists_can_be_flags_and_words_can_be_booleans_of_yaml(tmp_path: Path) ->
     assert loaded.config.scheduler.load_epsilon == 0.2
 
 
+def test_what_a_worker_group_does_not_say_is_as_in_training(tmp_path: Path) -> None:
+    loaded = from_text(
+        tmp_path,
+        "topology:\n"
+        "  worker_groups:\n"
+        '    body: {workers: 3, parameters: ["body.*", stem], mode: sync, compression: int8}\n'
+        "    head: {workers: 2, parameters: 'head.*', staleness: 4}\n"
+        "training: {mode: ssp, staleness: 2}\n",
+    )
+    assert loaded.config.topology.workers == 5
+    assert loaded.origins["topology.workers"] == "from topology.worker_groups"
+    shown = job_keys()["topology.worker_groups"].kind.show(loaded.config.topology.worker_groups)
+    assert shown == (
+        '{"body": {workers: 3, parameters: ["body.*", "stem"], mode: "sync", '
+        'compression: "int8"}, "head": {workers: 2, parameters: ["head.*"], staleness: 4}}'
+    )
+    body, head = decode(str(shared_settings(loaded.config)["worker_groups"]), 5)
+    assert (body.mode, body.staleness, body.compression) == ("sync", 2, "int8")
+    assert (head.mode, head.staleness, head.compression) == ("ssp", 4, "none")
+
+
 def test_what_is_shown_reads_back(tmp_path: Path) -> None:
     config = JobConfig(
         topology=TopologyConfig(
@@ -296,7 +318,7 @@ def test_what_is_shown_reads_back(tmp_path: Path) -> None:
             dispatchers=1,
             ps_nodes=("a:1", "b:1"),
             disp_nodes=(DispatcherNode(address="c:1", rack='r"0'),),
-            worker_groups=(WorkerGroup(name="a b", workers=2),),
+            worker_groups=(WorkerGroup(name="a b", workers=2, parameters=("x*",), staleness=0),),
             reduction_groups=((1,), (0,)),
         ),
         communication=CommunicationConfig(rpc_timeout=1.5, payload_checksum="on", shard_size=10**6,
