@@ -452,7 +452,10 @@ class LeaderRole(LeaderViews):
     def _checkpoint_done(self, done: msg.CheckpointDone | None) -> None:
         if done is None:
             return
-        for node in [*self._of_role("worker")[:1], *self._of_agents()]:
+        told = self._of_role("worker")[:1]
+        if self._saves.whole(done, max(1, len(self.worker_groups))):
+            told += self._of_agents()
+        for node in told:
             if not self.nodes[node].gone:
                 self._send(node, done)
         if self._saves_until_ns:

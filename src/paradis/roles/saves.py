@@ -38,6 +38,7 @@ class Saves:
         self._open: dict[str, Save] = {}
         self._closed: dict[str, msg.CheckpointDone] = {}
         self._left: dict[str, None] = {}
+        self._written: dict[str, dict[str, None]] = {}
 
     def __bool__(self) -> bool:
         """Whether a checkpoint is not complete."""
@@ -130,6 +131,19 @@ class Saves:
         done = msg.CheckpointDone(checkpoint=name, path=path, step=save.info.step, error=error)
         self._closed[name] = done
         return done
+
+    def whole(self, done: msg.CheckpointDone, parts: int) -> bool:
+        """Return whether a user should hear of a checkpoint: it failed, or all of it is written.
+
+        Args:
+            done: of one part.
+            parts: how many worker groups one call saves.
+        """
+        if done.error:
+            return True
+        written = self._written.setdefault(done.path, {})
+        written[done.checkpoint] = None
+        return len(written) % parts == 0
 
 
 def _copied(rank: int, info: msg.CheckpointInfo) -> msg.MemoriesCopied:

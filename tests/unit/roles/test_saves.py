@@ -39,3 +39,15 @@ def test_parts_may_come_before_the_info() -> None:
     assert saves.note(saved("server-0"), plans) is None
     assert saves.note(INFO, plans) is None and saves
     assert isinstance(saves.note(saved("server-1"), plans), fx.WriteManifest)
+
+
+def test_a_user_hears_of_a_checkpoint_when_all_worker_groups_are_in_it() -> None:
+    saves = Saves()
+    first, second = (
+        msg.CheckpointDone(checkpoint=f"{p}/group-{g}", path=p, step=3)
+        for p, g in (("step-3", 0), ("step-3", 1))
+    )
+    assert not saves.whole(first, 2) and not saves.whole(first, 2)
+    assert saves.whole(second, 2) and saves.whole(first, 2)
+    assert saves.whole(msg.CheckpointDone(checkpoint="c", path="", step=6, error="full"), 2)
+    assert saves.whole(msg.CheckpointDone(checkpoint="d", path="step-6", step=6), 1)
