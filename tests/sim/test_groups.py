@@ -62,6 +62,10 @@ def test_hundreds_of_seeds() -> None:
 def test_scenarios_cover_what_they_should() -> None:
     jobs = [scenario(seed, GROUPS) for seed in range(SEEDS)]
     assert {j.mode for j in jobs} == {"sync", "ssp", "async"}
+    assert {j.modes for j in jobs} == {
+        (), ("sync", "ssp"), ("sync", "async"), ("sync", "ssp", "async"),
+        ("sync", "async", "async"),
+    }  # fmt: skip
     assert {len(j.groups) for j in jobs} == {2, 3}
     assert {b for j in jobs for b in j.bounds} == {0, 1, 2, 4}
     assert any(j.coded for j in jobs) and any(j.habits.snapshot for j in jobs)
@@ -210,10 +214,10 @@ def copied_mid_step(patch: Patch) -> None:
 
 
 MUTANTS: tuple[tuple[Callable[[Patch], None], str, tuple[int, ...]], ...] = (
-    (bound_off_by_one, "Bound", (35,)),
-    (old_answer_taken, "Bound", (35,)),
+    (bound_off_by_one, "Bound", (51,)),
+    (old_answer_taken, "Bound", (43,)),
     (written_while_read, "Aside", (3,)),
-    (sent_counts_as_held, "Liveness", (28,)),
+    (sent_counts_as_held, "Liveness", (51,)),
     (sent_too_late, "Liveness", (11,)),
     (asked_once, "Bound", (0,)),
     (all_are_waited_for, "Liveness", (1,)),

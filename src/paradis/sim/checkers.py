@@ -5,7 +5,7 @@ A checker raises `Violation` with its name; the driver adds seed and replay comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -255,10 +255,15 @@ class Saving:
 
 
 class Checkers:
-    """All of them, by what they look at."""
+    """All of them, by what they look at.
+
+    Attributes:
+        covers: whether a group is looked at, at the end.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self._sim = sim
+        self.covers: Callable[[int], bool] = lambda group: True
         self._versions = Versions()
         self._counted = CountedOnce(sim)
         self._exact = Exact(sim)
@@ -390,7 +395,7 @@ class Checkers:
                 for shard, value in node.values.items():
                     version = node.role._by_shard[shard][1].version
                     group, plan = self._sim.reference.shards[shard]
-                    if not plan.is_buffer and plan.length:
+                    if not plan.is_buffer and plan.length and self.covers(group):
                         last = max(s for g, s in self._sim.reference.records if g == group)
                         demand(version == last + 1, self, f"shard {shard} ends at {version}")
                         self._exact.value(node.node, shard, version, value)

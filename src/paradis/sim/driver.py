@@ -25,6 +25,7 @@ from paradis.roles.server import ServerRole
 from paradis.settings import SharedSettings
 from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
+from paradis.sim.mixed_checks import MixedCheckers
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
 from paradis.sim.reading_checks import Reading
@@ -85,7 +86,7 @@ class Simulation:
         self.network = Network(job, self.source)
         self.workload = Workload(job)
         self.reference = Reference()
-        self.checkers = Checkers(self) if job.mode == "sync" else StaleCheckers(self)
+        self.checkers = self._checkers(job)
         self.reading = Reading(self)
         self.now = 0
         self.events = 0
@@ -111,7 +112,7 @@ class Simulation:
         if job.groups:
             groups = [
                 WorkerGroup(
-                    name=f"g{i}", workers=n, parameters=(f"g{i}.*",), mode=job.mode,
+                    name=f"g{i}", workers=n, parameters=(f"g{i}.*",), mode=job.mode_of(i),
                     staleness=job.bounds[i], compression=compression,
                 )
                 for i, n in enumerate(job.groups)
@@ -138,6 +139,11 @@ class Simulation:
         for rank in range(job.workers):
             worker = SimWorker(self, rank)
             self.nodes[worker.node] = worker
+
+    def _checkers(self, job: Job) -> Checkers:
+        if job.modes:
+            return MixedCheckers(self)
+        return Checkers(self) if job.mode == "sync" else StaleCheckers(self)
 
     def _join(self) -> None:
         for rank, at_ns in enumerate(self.job.freeze_at_ns):

@@ -111,6 +111,7 @@ class Job:
         groups: numbers of workers of the worker groups, in order; each has a model of its own.
             Empty: all workers train all models.
         bounds: of each worker group: updates that a reader may miss, and in ``ssp`` its staleness.
+        modes: of each worker group; empty: all are of ``mode``.
         mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
@@ -141,6 +142,7 @@ class Job:
     scaling: bool = False
     groups: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
+    modes: tuple[str, ...] = ()
     liveness_ns: int = 20_000 * MS
 
     def ranks_of(self, group: int) -> tuple[int, ...]:
@@ -153,6 +155,10 @@ class Job:
     def bound_of(self, group: int) -> int:
         """Return how many updates of a model a reader may miss; in ``ssp`` also its staleness."""
         return self.bounds[group] if self.groups else self.staleness
+
+    def mode_of(self, group: int) -> str:
+        """Return the mode in which a model is trained."""
+        return self.modes[group] if self.modes else self.mode
 
     @property
     def clean(self) -> bool:

@@ -126,6 +126,9 @@ def _grouped(seed: int) -> Job:
                 end = source.randint(1, end)
             if end < steps:
                 leaves[rank] = end
+    modes: tuple[str, ...] = ()
+    if mode != "sync" and source.random() < 0.5:
+        modes = ("sync", mode, "async")[: len(sizes)]
     sizes_of = [tuple(source.choice(_SIZES) for _ in range(source.randint(1, 4))) for _ in sizes]
     buffer = source.choice((0, 5))
     faults = (f for f in job.faults if f.kind in ("pause", "cut"))
@@ -136,7 +139,7 @@ def _grouped(seed: int) -> Job:
         job, workers=workers, groups=sizes, steps=steps, slow=slow, leaves=leaves,
         bounds=tuple(source.choice((0, 1, 1, 2, 4)) or int(mode == "ssp") for _ in sizes),
         models=tuple(Model(parts=(p,), buffer=0 if i else buffer) for i, p in enumerate(sizes_of)),
-        weather=weather,
+        weather=weather, modes=modes, scaling=job.scaling and not modes,
         racks=(0,) * workers, dispatchers=1, hosts=(), tree=(), early=False,
         freeze=-1, freeze_at_ns=(), faults=tuple(
             f for f in faults

@@ -157,7 +157,7 @@ class StaleCheckers(Checkers):
             last = job.leaves.get(rank, job.steps) - 1
             if rank == worker.rank:
                 last = step
-            elif job.mode == "ssp":
+            elif job.mode_of(group) == "ssp":
                 last = min(last, step - job.bound_of(group))
             else:
                 continue
@@ -201,7 +201,7 @@ class StaleCheckers(Checkers):
             self._leases.look(node)
             for shard, value in node.values.items() if isinstance(node, ServerNode) else ():
                 group, plan = self._sim.reference.shards[shard]
-                if not plan.length:
+                if not plan.length or not self.covers(group):
                     continue
                 assert isinstance(node, ServerNode)
                 version = node.role._by_shard[shard][1].version
