@@ -73,10 +73,8 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
-        self.early = (
-            EarlyUpdates(self.group, self.memory, session.node.post, self._present_options)
-            if session.settings.early_update
-            else None
+        self.early = EarlyUpdates.where_on(
+            session, self.group, self.memory, self._present_options
         )
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
@@ -141,6 +139,10 @@ class Binding:
             where = f"step {self._step} of worker {self.session.rank}"
             self.early.confirm(commit, self.collector.altered, where=where)
             self.early.end()
+
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of the shards whose value the script changed."""
+        return self.memory.changed() if self.early is None else self.early.changed()
 
     def _ready(self, shards: tuple[int, ...]) -> None:
         if not self.session.alive:

@@ -163,7 +163,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             options=options,
             found_inf=overflow,
             clip=self._clip,
-            changed={} if unchanged else self._bound.memory.changed(),
+            changed={} if unchanged else self._bound.changed(),
         )
         return commit, present, revised
 

@@ -312,8 +312,8 @@ class GroupMemory:
         if self.on_arrived is not None:
             self.on_arrived(shard)
 
-    def changed(self) -> dict[int, list[int]]:
-        """Return shard -> digests of the shards whose value the script changed."""
+    def follow(self) -> bool:
+        """Look where the tensors lie now; return whether one lies elsewhere than before."""
         moved = False
         for bound in self.tensors:
             if bound.staged:
@@ -324,6 +324,16 @@ class GroupMemory:
         if moved:
             for memory in self.shards.values():
                 memory.bind()
+        return moved
+
+    def versions(self) -> list[int]:
+        """Return what torch counts of each tensor: changes in place, but not through ``.data``."""
+        with torch._C.DisableTorchFunctionSubclass():  # another call may wait for its value
+            return [bound.tensor._version for bound in self.tensors]
+
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of the shards whose value the script changed."""
+        self.follow()
         if not self.detect_changes:
             return {}
         found = {}
