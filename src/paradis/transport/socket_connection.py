@@ -31,6 +31,7 @@ from paradis.transport.fork import watch_link
 from paradis.transport.frame_reader import FrameReader
 from paradis.transport.handshake import Peer
 from paradis.transport.losses import describe_loss, unreachable
+from paradis.transport.scheduling import yield_to_compute
 from paradis.transport.send_queue import Outgoing, SendQueue
 from paradis.wire.messages import DataMessage
 
@@ -200,6 +201,7 @@ class SocketConnection:
                 self._progress.notify_all()
 
     def _write_loop(self) -> None:
+        yield_to_compute()
         try:
             while (views := self._next_views()) is not None:
                 if views:
@@ -258,6 +260,7 @@ class SocketConnection:
     def read_until_lost(self, sink: Sink) -> None:
         """Be the reading thread: deliver to ``sink`` until the connection ends."""
         self._reader = threading.current_thread()
+        yield_to_compute()
         fill = Filler(self._sock, self._stop_if_closed)
         frames = FrameReader(self.peer, sink, self._config.limits, fill)
         try:
