@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from paradis.core.codes import CodedSteps
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
@@ -132,9 +133,12 @@ class Script:
         workload = self.worker.sim.workload
         parameters = specs(self.job.models[group], part, workload.dtype_name)
         yield self.think()
+        coded = CodedSteps(-1 if self.job.coded_late else 0)
+        if part:
+            coded = self.worker.role.groups[group].coded_steps
         self.worker.tell(ev.RegisterAsked(msg.Register(
             rank=self.rank, group=group, part=part, parameters=parameters, optimizer="SGD",
-            options=self.options, step=self.step, coded_from=-1 if self.job.freeze >= 0 else 0,
+            options=self.options, step=self.step, coded_from=coded.begin, coded_until=coded.end,
         )))  # fmt: skip
         done = yield (group, "plan")
         assert done is not None and done.plan is not None
