@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paradis.roles import effects as fx
 from paradis.sim.violation import demand
+from paradis.wire import messages as msg
 
 if TYPE_CHECKING:
     from paradis.sim.nodes import ServerNode
@@ -26,6 +27,11 @@ class SameWay:
         """A server applies a step to a shard."""
         if node.plans[effect.shard].codec:
             self._note(node.node, effect.group, effect.step, coded=effect.coded)
+
+    def pushing(self, worker: SimWorker, message: msg.DataMessage) -> None:
+        """A worker pushes a gradient."""
+        if worker.script.tensors[message.group].plans[message.shard].codec:
+            self._note(worker.node, message.group, message.step, coded=message.codec > 0)
 
     def stepped(self, worker: SimWorker, group: int, step: int) -> None:
         """A worker has done a step."""

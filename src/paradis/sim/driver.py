@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from paradis.core.benefit import BenefitRule
-from paradis.ids import LEADER, NodeId, dispatcher_id, server_id, worker_id
+from paradis.ids import LEADER, NodeId, dispatcher_id, server_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader import LeaderConfig, LeaderRole
@@ -133,11 +133,6 @@ class Simulation:
             self.nodes[worker.node] = worker
 
     def _join(self) -> None:
-        for change in self.job.changes:
-            for group in range(len(self.job.models)):
-                told = msg.Freeze(group=group, step=change.step, until=change.until)
-                for rank, at_ns in enumerate(change.at_ns):
-                    self.at(at_ns, self.nodes[worker_id(rank)], ev.Received(LEADER, told))
         for name, node in self.nodes.items():
             if isinstance(node, SimWorker):
                 register_worker(node)

@@ -97,12 +97,12 @@ class Change:
     """What the leader says of how all groups travel (`paradis.wire.messages.Freeze`).
 
     Attributes:
-        at_ns: when each worker hears of it.
+        heard: in which of its steps each worker hears of it.
     """
 
     step: int
     until: int
-    at_ns: tuple[int, ...]
+    heard: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

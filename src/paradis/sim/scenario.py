@@ -85,8 +85,8 @@ def _coded(source: random.Random, workers: int, steps: int) -> dict[str, Any]:
     coded = source.random() < 0.25
     if not coded or source.random() < 0.5:
         return {"coded": coded}
-    when = tuple(int(source.random() * 20 * MS) for _ in range(workers))
-    freeze = Change(step=source.randint(0, steps), until=-1, at_ns=when)
+    heard = tuple(source.randint(0, 2) for _ in range(workers))
+    freeze = Change(step=source.randint(0, steps), until=-1, heard=heard)
     return {"coded": True, "coded_late": True, "changes": (freeze,)}
 
 
@@ -99,17 +99,16 @@ def _perhaps_back(job: Job) -> Job:
     if not job.coded or source.random() < 0.3:
         return job
     if not job.coded_late and source.random() < 0.4:
-        return replace(job, measured=True, steps=job.steps + source.randint(1, 5))
-    now = (0,) * job.workers
-    changes = [replace(change, at_ns=now) for change in job.changes]
+        return replace(job, measured=True, steps=job.steps + source.randint(2, 6))
+    changes = [*job.changes]
     for _ in range(source.randint(1, 4)):
-        last = changes[-1] if changes else Change(step=0, until=-1, at_ns=now)
-        later = max(last.step, last.until) + source.randint(1, 2)
+        last = changes[-1] if changes else Change(step=0, until=-1, heard=(-1,) * job.workers)
+        later = max(last.step, last.until) + source.choice((1, 1, 4))
         back = last.step > last.until
         step, until = (last.step, later) if back else (later, last.until)
-        when = tuple(at + int((0.5 + source.random()) * 4 * MS) for at in last.at_ns)
-        changes.append(Change(step=step, until=until, at_ns=when))
-    return replace(job, changes=tuple(changes), steps=job.steps + source.randint(1, 5))
+        heard = tuple(at + source.choice((1, 1, 2)) for at in last.heard)
+        changes.append(Change(step=step, until=until, heard=heard))
+    return replace(job, changes=tuple(changes), steps=job.steps + source.randint(2, 6))
 
 
 def _stale(seed: int, mode: str) -> Job:

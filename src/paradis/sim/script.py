@@ -17,10 +17,11 @@ import torch
 import xxhash
 
 from paradis.core.codes import CodedSteps
+from paradis.ids import LEADER
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
-from paradis.sim.job import Model
+from paradis.sim.job import MS, Model
 from paradis.sim.workloads import RATE, Record
 from paradis.wire import messages as msg
 
@@ -115,6 +116,7 @@ class Script:
             self.step = step
             if step == end:
                 break
+            self._hear()
             for group, model in enumerate(self.job.models):
                 if step == 1:
                     for part in range(1, len(model.parts)):
@@ -127,6 +129,16 @@ class Script:
             yield from self._backward(0, attempt=0)
             self._excuse()
         self.worker.tell(ev.LeaveAsked())
+
+    def _hear(self) -> None:
+        """The leader may say how groups are to travel, at some moment of this step."""
+        sim = self.worker.sim
+        for number, change in enumerate(self.job.changes):
+            if change.heard[self.rank] == self.step:
+                at = sim.now + int(self.shared("heard", number, self.rank).random() * MS)
+                for group in range(len(self.job.models)):
+                    told = msg.Freeze(group=group, step=change.step, until=change.until)
+                    sim.at(at, self.worker, ev.Received(LEADER, told))
 
     def _register(self, group: int, part: int) -> Steps:
         """Register a part; the lowest worker there assigns its values, the others pull them."""

@@ -120,6 +120,7 @@ class SimWorker(SimNode):
         match payload:
             case fx.Gradient(group=group, shard=shard):
                 data = self.script.tensors[group].gradients[shard].clone()
+                self.sim.checkers.codes.pushing(self, message)
                 if self.closing is not None:
                     self.sim.checkers.pushing(self, message, data, self.closing)
                 return message, (data, {self.rank: (message.step, message.revision)})
