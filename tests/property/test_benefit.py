@@ -60,13 +60,13 @@ def test_a_clear_difference_is_found_at_once(
 
 
 def test_noise_alone_seldom_turns_codes_off() -> None:
-    """Both kinds take the same, give or take a third: one in a hundred by mistake at most."""
+    """Both kinds take the same, give or take a third: three in a hundred by mistake at most."""
     wrong = 0
     for seed in range(400):
         trial = BenefitTrial(RULE)
         assert run(trial, 30 * MS, 30 * MS, noise=0.33, seed=seed) <= 2 * RULE.rounds
         wrong += trial.decision == "off"
-    assert wrong <= 4
+    assert wrong <= 12
 
 
 @given(windows=st.lists(Durations, min_size=2 * RULE.rounds, max_size=2 * RULE.rounds))
@@ -85,10 +85,10 @@ def test_whatever_is_measured_it_ends_and_stays(windows: list[list[int]]) -> Non
     assert trial.coded == (trial.decision == "on")
 
 
-def test_what_is_within_noise_is_measured_again_on_both_windows() -> None:
+def test_what_is_within_noise_is_measured_again_on_all_windows() -> None:
     trial = BenefitTrial(RULE)
     noisy = [(20 + i) * MS for i in range(16)]
-    for _ in range(2):
+    for _ in range(RULE.rounds):
         trial.take(0, coded=True, times_ns=noisy)
         assert trial.turn((0,)) and not trial.coded
         trial.take(0, coded=False, times_ns=noisy)
@@ -146,6 +146,18 @@ def test_the_line_for_people() -> None:
     off = "compression int8 of group 0 is off: a step takes 41.0 ms with it and 33.0 ms without"
     assert benefit_text("compression int8", 0, found, "off") == off
     assert "group 2 stays on: a step takes" in benefit_text("1-bit Adam", 2, found, "on")
+    unclear = benefit_text("compression int8", 0, Comparison(41 * MS, 33 * MS, 5 * MS), "on")
+    assert unclear.endswith("33.0 ms without, which may be chance")
+
+
+def test_a_slow_machine_with_much_noise_is_judged_at_last() -> None:
+    """A third longer, with steps that vary by as much: not clear at once, but in the end."""
+    found = []
+    for seed in range(50):
+        trial = BenefitTrial(RULE)
+        run(trial, 66 * MS, 49 * MS, noise=0.5, seed=seed)
+        found.append(trial.decision)
+    assert found.count("off") >= 45
 
 
 @given(times=Durations)

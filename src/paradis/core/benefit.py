@@ -1,8 +1,8 @@
 """Whether codes make steps faster: measured on the steps themselves, and decided once.
 
 A group travels as codes for one window of steps, then in full for another; the leader compares
-medians. What it cannot tell from noise it measures once more, on both windows together, and then
-the codes stay unless they are slower.
+medians. What it cannot tell from noise it measures again, on all windows together, and at last the
+codes stay unless they are likely slower.
 
 Invariants:
 * the decision is a function of the durations alone;
@@ -43,7 +43,8 @@ class BenefitRule:
         settle_steps: after a change these do not count: they are half of each kind.
         window_steps: of each kind that count, per round.
         margin: codes may make a step longer by this share; they save bytes for others, too.
-        sigmas: standard errors below which a difference is noise.
+        sigmas: standard errors below which a difference is noise, while there is another round.
+        last_sigmas: likewise in the last round: fewer, for there is something to decide.
         rounds: windows of each kind, at most.
     """
 
@@ -51,7 +52,8 @@ class BenefitRule:
     window_steps: int = 16
     margin: float = 0.02
     sigmas: float = 3.0
-    rounds: int = 2
+    last_sigmas: float = 2.0
+    rounds: int = 4
 
 
 class StepMeter:
@@ -111,7 +113,7 @@ class Comparison:
         """Return ``on`` or ``off`` for the codes, or an empty text: measure again.
 
         Args:
-            last: there is no other round: what is not clearly slower stays on.
+            last: there is no other round: what is not likely slower stays on.
         """
         longer_ns = self.coded_ns - self.full_ns
         allowed_ns = rule.margin * self.full_ns
@@ -122,7 +124,7 @@ class Comparison:
             return "on"
         if not last:
             return ""
-        return "off" if longer_ns > max(allowed_ns, noise_ns) else "on"
+        return "off" if longer_ns > max(allowed_ns, rule.last_sigmas * self.error_ns) else "on"
 
 
 def standard_error(times: Sequence[int]) -> float:
@@ -220,8 +222,10 @@ def benefit_text(what: str, group: int, comparison: Comparison, decision: str) -
         what: the codes.
         decision: ``on`` or ``off``.
     """
-    state = "off" if decision == "off" else "stays on"
+    coded_ms, full_ms = comparison.coded_ns / 1e6, comparison.full_ns / 1e6
+    unclear = 0 < comparison.coded_ns - comparison.full_ns <= 2 * comparison.error_ns
     return (
-        f"{what} of group {group} {'is ' if decision == 'off' else ''}{state}: a step takes "
-        f"{comparison.coded_ns / 1e6:.1f} ms with it and {comparison.full_ns / 1e6:.1f} ms without"
+        f"{what} of group {group} {'is off' if decision == 'off' else 'stays on'}: a step takes "
+        f"{coded_ms:.1f} ms with it and {full_ms:.1f} ms without"
+        f"{', which may be chance' if unclear else ''}"
     )
