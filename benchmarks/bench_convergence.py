@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "AdamW": ((), ()),
-    "AdamW, int8": (("training.compression=int8",), ()),
+    "AdamW, int8": (("training.compression=int8", "training.compression_benefit=assumed"), ()),
     "1-bit Adam": ((), ("--optimizer", "onebit")),
     "Lion, majority vote": ((), ("--optimizer", "lion")),
     "AdamW, double_buffer": (("training.overlap=double_buffer",), ()),

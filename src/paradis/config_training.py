@@ -71,6 +71,15 @@ class TrainingConfig:
         choices="none bf16 int8",
         shared="compression",
     )
+    compression_benefit: str = key(
+        "measured",
+        WORD,
+        "Whether compression must show that it helps. measured: after some steps of each kind the "
+        "dispatcher turns it off where it makes steps slower, and says so. assumed: it stays as "
+        "set, so that results do not depend on the speed of links.",
+        choices="measured assumed",
+        shared="compression_benefit",
+    )
     compression_threshold: int = key(
         4096,
         COUNT,

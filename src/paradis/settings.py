@@ -31,6 +31,7 @@ class SharedSettings:
         staleness: of ``ssp``: steps that a worker may be ahead of the slowest.
         staleness_scaling: of ``async``: divide a rate by the staleness of its update.
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
+        compression_benefit: ``measured`` or ``assumed``, that codes make steps faster.
         compression_elements_min: tensors with fewer elements travel in full.
         overlap: ``layerwise``, ``none`` or ``double_buffer``.
         watch_views: wait in ``step()`` where something else holds a parameter's memory.
@@ -67,6 +68,7 @@ class SharedSettings:
     watch_views: bool = True
     delay_warmup_steps: int = 1000
     compression: str = "none"
+    compression_benefit: str = "measured"
     compression_elements_min: int = 4096
     local_reduction: str = "off"
     on_early_finish: str = "continue"

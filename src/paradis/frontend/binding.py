@@ -272,9 +272,8 @@ class Binding:
             optimizer=self.optimizer_name,
             options=options,
             step=step,
-            coded_from=self.codes.first_step(options, step),
-            compression=self.compression,
         )
+        request = self.codes.describe(request)
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
         plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan

@@ -83,6 +83,22 @@ class WorkerCoder(ABC):
                 No memory is changed.
         """
 
+    @property
+    def carries(self) -> bool:
+        """Whether something is left out so far that gradients in full are to take along."""
+        return False
+
+    def encode_in_full(
+        self, gradients: Sequence[torch.Tensor | None], numbers: Sequence[torch.Tensor]
+    ) -> None:
+        """Write gradients in full, with what codes have left out; else as `encode`.
+
+        Args:
+            gradients: as of `encode`. What was left out of one that is None stays.
+            numbers: per segment (length,) of the value's dtype, written in place.
+        """
+        raise AssertionError(f"{type(self).__name__} carries nothing")  # pragma: no cover
+
     @abstractmethod
     def keep(self) -> None:
         """The step of the last `encode` was applied: its memories count from now on."""
@@ -165,7 +181,7 @@ class ServerCoder(ABC):
         return {}
 
     def replaced(self) -> None:  # noqa: B027
-        """The values were replaced by ones that all workers hold."""
+        """The values are ones that all workers hold, or get: assigned, or of a step in full."""
 
     def seen(self) -> torch.Tensor | None:
         """Return the (length of the shard,) values that workers hold, lent; None: the server's."""

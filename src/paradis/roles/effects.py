@@ -361,8 +361,13 @@ class Persist(Effect, frozen=True):
 
 
 class WriteManifest(Effect, frozen=True):
-    """All parts are on disk: write the manifest, last."""
+    """All parts are on disk: write the manifest, last.
+
+    Attributes:
+        benefit: the codec that was measured, and ``on`` or ``off``; empty: nothing is decided.
+    """
 
     info: CheckpointInfo
     plans: tuple[Plan, ...]
     parts: tuple[Saved, ...]
+    benefit: str = ""

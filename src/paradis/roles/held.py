@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradis.core.aggregation import Collection
+from paradis.core.codes import CodedSteps
 from paradis.ids import NodeId
 from paradis.roles import events as ev
 from paradis.roles.stale_state import StaleGroup, StaleShard
@@ -86,7 +87,7 @@ class HeldGroup:
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
-        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
+        coded_steps: those whose gradients and updates travel as codes.
         norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
         ahead: what is known ahead of the commits, with early updates.
         reordered: the last step whose commits changed the admission order, below -1 if none.
@@ -94,7 +95,7 @@ class HeldGroup:
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished", "coded_from", "norms_of_v", "ahead",
+                 "skipped", "gone", "unfinished", "coded_steps", "norms_of_v", "ahead",
                  "reordered", "stale")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
@@ -115,7 +116,7 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
-        self.coded_from = -1
+        self.coded_steps = CodedSteps()
         self.norms_of_v: dict[int, dict[int, float]] = {}
         self.ahead = Ahead()
         self.reordered = -2
@@ -123,7 +124,7 @@ class HeldGroup:
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""
-        return 0 <= self.coded_from <= step
+        return step in self.coded_steps
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paradis.core.benefit import BenefitRule
 from paradis.core.host_groups import obstacle
 from paradis.core.tree import Tree, default_tree, rack_group
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, server_id, worker_id
@@ -25,6 +26,7 @@ class LeaderConfig:
         servers: all of them; dedicated ones come first.
         colocated: the last ``workers`` of the servers stand beside worker 0, 1, ...
         tree: logical groups of ranks; empty: one group per rack.
+        benefit: how the benefit of codes is measured, where the settings want it.
         first_generation: last generation and incarnation of an earlier life of this job's store.
     """
 
@@ -36,6 +38,7 @@ class LeaderConfig:
     shared: dict[str, msg.Scalar]
     colocated: bool = False
     tree: Tree = ()
+    benefit: BenefitRule = BenefitRule()
     first_generation: int = 0
     first_incarnation: int = 0
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paradis.core.codes import NUMBERS
+from paradis.core.codes import NUMBERS, CodedSteps
 from paradis.core.host_groups import route_end
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
@@ -200,9 +200,8 @@ class ServerRole(ServerEarly, StaleSteps):
         if group.verdict == "skip":
             group.skipped = group.step
         group.options = commits[members[0]].options
-        told = {c.coded_from for c in commits.values()}
-        if group.coded_from < 0 <= min(told) and len(told) == 1:  # all servers see these commits
-            group.coded_from = max(told.pop(), group.step + 1)
+        told = [CodedSteps(c.coded_from, c.coded_until) for c in commits.values()]
+        group.coded_steps = group.coded_steps.agreed(told, group.step)  # on all servers alike
         self._adopt_order(group, commits[members[0]].order)
 
     def _adopt_order(self, group: HeldGroup, order: tuple[int, ...]) -> None:
@@ -340,7 +339,7 @@ class ServerRole(ServerEarly, StaleSteps):
             found_inf=group.verdict == "skip", priority=shard.plan.priority,
             codec=NUMBERS[shard.plan.codec] if coded else 0,
             present=shard.present if coded else b"",
-            coded_from=group.coded_from,
+            coded_from=group.coded_steps.begin, coded_until=group.coded_steps.end,
         )  # fmt: skip
         payload: fx.Payload | None = fx.Sections(group.index, shard.plan.shard)
         if coded:

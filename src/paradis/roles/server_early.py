@@ -116,7 +116,7 @@ class ServerEarly(ServerValues):
                 self._send_confirmed(worker_id(rank), group, group.step)
         measured = freezing.measures(group)
         group.next_step(group.step + 1)
-        if group.coded_from == group.step:
+        if group.coded_steps.begin == group.step:
             self._out.append(fx.BeginCodes(group.index, group.options))
         if measured:  # also if nothing was updated here: the leader waits for all
             self._send("dispatcher-0", freezing.variance(self.node, group))
@@ -135,7 +135,8 @@ class ServerEarly(ServerValues):
             order = {s.plan.shard: s.plan.priority for s in group.shards.values() if not s.passive}
         self._send(target, msg.Confirmed(
             generation=self.view.generation if self.view else 0, group=group.index, step=step,
-            version=step + 1, priorities=order, coded_from=group.coded_from,
+            version=step + 1, priorities=order, coded_from=group.coded_steps.begin,
+            coded_until=group.coded_steps.end,
         ))  # fmt: skip
 
 

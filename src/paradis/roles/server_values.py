@@ -41,7 +41,8 @@ class ServerValues(Receiver):
             shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
             found_inf=group.skipped == shard.version - 1, priority=shard.plan.priority,
             unchanged=unchanged, codec=NUMBERS[shard.plan.codec] if coded and not unchanged else 0,
-            present=shard.present if coded else b"", coded_from=group.coded_from,
+            present=shard.present if coded else b"", coded_from=group.coded_steps.begin,
+            coded_until=group.coded_steps.end,
         )  # fmt: skip
         payload: fx.Payload = fx.Sections(group.index, pull.shard)
         if coded:

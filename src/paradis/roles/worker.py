@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+from paradis.core.benefit import StepMeter
+from paradis.core.codes import CodedSteps
 from paradis.core.flow import ASSIGN, Outbox
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
@@ -59,15 +61,16 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             case ev.HostGroupBroken():
                 self._on_host_group_broken(event.reason)
             case _:
-                self._on_script(event)
+                self._on_script(event, now_ns)
         self._arm_retry(event, now_ns)
         return self._out
 
-    def _on_script(self, event: ev.Event) -> None:
+    def _on_script(self, event: ev.Event, now_ns: int) -> None:
         match event:
             case ev.StepBegun():
                 self._on_begun(event)
             case ev.StepClosed():
+                self._take_time(self.groups[event.group], now_ns)
                 self._close(event, commit=True)
             case ev.NormAsked():
                 self._close(event, commit=False)
@@ -93,6 +96,15 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 text = f"{self.node}: {event.what}: {event.text}"
                 self._send(LEADER, msg.Failed(error=event.error, text=text))
 
+    def _take_time(self, group: Group, now_ns: int) -> None:
+        """Tell the leader how long steps take, once for each way in which they travel."""
+        times = group.meter.closed(now_ns, coded=group.coded) if group.meter is not None else ()
+        if times:
+            self._send(LEADER, msg.Pace(
+                rank=self.config.rank, group=group.index, step=group.step, coded=group.coded,
+                times_ns=times,
+            ))  # fmt: skip
+
     # ---------------------------------------------------------------- control
 
     def _on_control(self, message: object) -> None:
@@ -106,7 +118,8 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 self._on_plan(message)
             case msg.Freeze():
                 if message.group in self.groups:
-                    self.groups[message.group].told = message.step
+                    told = CodedSteps(message.step, message.until)
+                    self.groups[message.group].told = told
             case msg.CopyMemories():
                 self._on_copy(message)
             case msg.MemoriesCopied():
@@ -172,7 +185,9 @@ class WorkerRole(WorkerSharing, WorkerEarly):
         group.clocked = plan.mode != "sync"
         agent = "" if group.clocked else self._agent()
         if not plan.part:
-            group.coded_from = plan.coded_from
+            group.coded_steps = CodedSteps(plan.coded_from, plan.coded_until)
+            if plan.window_steps:
+                group.meter = StepMeter(plan.settle_steps, plan.window_steps)
         for shard in plan.shards:
             through = agent and not shard.is_buffer and not shard.codec
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)

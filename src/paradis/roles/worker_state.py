@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from paradis.core.benefit import StepMeter
+from paradis.core.codes import CodedSteps
 from paradis.wire.messages import CheckpointInfo, Plan, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
@@ -145,8 +147,9 @@ class Group:
         pull_round: number of the last request for values, so that an earlier answer is known;
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
-        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
-        told: what the leader says that it may be.
+        coded_steps: those whose gradients and updates travel as codes.
+        told: what the leader says that they may be.
+        meter: takes the time of steps, where the leader wants to know; or None.
         copies: checkpoint -> step, of which this worker's part is to be copied, or is; last few.
         begun: what was said ahead of the commit, with early updates.
         early: shard -> update and lease of those that wait for ``step()``.
@@ -163,8 +166,9 @@ class Group:
     committed: bool = False
     commit: StepCommit | None = None
     found_inf: bool = False
-    coded_from: int = -1
-    told: int = -1
+    coded_steps: CodedSteps = CodedSteps()
+    told: CodedSteps = CodedSteps()
+    meter: StepMeter | None = None
     state_memories: bool = False
     assign_count: int = 0
     norm_round: int = 0
@@ -215,7 +219,7 @@ class Group:
     @property
     def coded(self) -> bool:
         """Whether the present step travels as codes, where a shard's plan names a codec."""
-        return 0 <= self.coded_from <= self.step
+        return self.step in self.coded_steps
 
     def resize(self) -> None:
         """Take note of how large the step's gradients are."""
@@ -233,4 +237,6 @@ class Group:
 def commit_with_revisions(commit: StepCommit, group: Group) -> StepCommit:
     """Return the commit with the revisions that count."""
     revisions = {s.plan.shard: s.revision for s in group.ordered() if s.present and s.revision}
-    return msgspec.structs.replace(commit, revisions=revisions, coded_from=group.told)
+    return msgspec.structs.replace(
+        commit, revisions=revisions, coded_from=group.told.begin, coded_until=group.told.end
+    )

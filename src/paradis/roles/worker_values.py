@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from paradis.core.codes import CodedSteps
 from paradis.core.flow import ASSIGN
 from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
@@ -166,7 +167,8 @@ class WorkerValues(WorkerPushes):
                 self._out.append(fx.Complete(group.index, "pull", group.step))
             return
         group.found_inf |= update.found_inf
-        group.coded_from = max(group.coded_from, update.coded_from)
+        heard = CodedSteps(update.coded_from, update.coded_until)
+        group.coded_steps = group.coded_steps.later(heard)
         if not self.config.early_update:  # else one sent ahead does not know yet: `Confirmed` does
             group.shards[update.shard].next_priority = update.priority
         self._over(group, update.shard)

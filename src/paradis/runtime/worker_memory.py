@@ -98,29 +98,39 @@ class ShardMemory:
             for tensor in self.tensors:
                 tensor.unstage()
 
-    def encode(self, options: Options, *, empty: bool = False) -> None:
+    def encode(self, options: Options, *, coded: bool, empty: bool = False) -> None:
         """Make the code of the gradient; from now on that is what travels as the gradient.
 
         Args:
             options: hyper-parameters of the step.
+            coded: else not a code, but the gradient in full with what codes have left out.
             empty: the code of zeros, for a step that is skipped: its gradients may be anything.
 
         Raises:
             NonFiniteGradient: ``fields["segment"]`` says where. Nothing is changed.
         """
         assert self.coder is not None
-        code = torch.empty(self.coder.code_bytes, dtype=torch.uint8)  # the last one may be sent yet
+        # In new memory: the last one may be sent yet.
+        if coded:
+            made = torch.empty(self.coder.code_bytes, dtype=torch.uint8)
+        else:
+            made = torch.zeros(self.plan.length, dtype=self.tensors[0].dtype)
         if empty:
             self.coder.forget()
-            code.zero_()
+            made.zero_()
         else:
+            segments = self.plan.segments
             gradients = [
                 None if flat is None else flat[s.offset : s.offset + s.length]
-                for flat, s in zip(self.flats, self.plan.segments, strict=True)
+                for flat, s in zip(self.flats, segments, strict=True)
             ]
             with self.lock:
-                self.coder.encode(gradients, code, options)
-        self.gradient = [as_bytes(code)]
+                if coded:
+                    self.coder.encode(gradients, made, options)
+                else:
+                    parts = [made[s.start : s.start + s.length] for s in segments]
+                    self.coder.encode_in_full(gradients, parts)
+        self.gradient = [as_bytes(made)]
 
     def step(self, code: torch.Tensor, present: Sequence[bool], options: Options) -> None:
         """Bring the tensors to the next version by the code of an update.
@@ -232,7 +242,7 @@ class GroupMemory:
             gradients: per segment the flat gradient of the whole tensor, or None for zeros.
         """
         memory = self.shards[shard]
-        if self.coded and memory.coder is not None:
+        if self.codes(shard):
             memory.flats = tuple(gradients)
             return
         size = memory.tensors[0].dtype.itemsize
@@ -243,8 +253,12 @@ class GroupMemory:
         memory.gradient = memory.assemble(sources, size)
 
     def codes(self, shard: int) -> bool:
-        """Whether the shard's gradient travels as a code in the present step."""
-        return self.coded and self.shards[shard].coder is not None
+        """Whether a coder makes what travels of the shard's gradient in the present step.
+
+        In full it does so until what codes have left out has gone along.
+        """
+        coder = self.shards[shard].coder
+        return coder is not None and (self.coded or coder.carries)
 
     def forget(self, shard: int) -> None:
         """The last code of the shard's gradient does not count."""
@@ -302,6 +316,9 @@ class GroupMemory:
             memory.landed = True
             self.arrived(shard)
             return
+        if memory.coder is not None and memory.coder.carries:
+            with memory.lock:
+                memory.coder.keep()  # in full, what codes had left out has gone along
         memory.installed()
         if self.detect_changes:
             memory.digests = memory.digest()

@@ -15,7 +15,8 @@ from functools import partial
 import msgspec
 import xxhash
 
-from paradis.ids import LEADER, NodeId, dispatcher_id, server_id, worker_id
+from paradis.core.benefit import BenefitRule
+from paradis.ids import LEADER, NodeId, dispatcher_id, server_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader import LeaderConfig, LeaderRole
@@ -42,6 +43,9 @@ SETTINGS = SharedSettings(
     rack_aggregation="on",
     compression_elements_min=1,
 )
+
+BENEFIT = BenefitRule(settle_steps=0, window_steps=1)
+"""A job has few steps."""
 
 EVENTS_MAX = 200_000
 """A run with more events than this does not end."""
@@ -104,12 +108,13 @@ class Simulation:
         settings = replace(
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
             early_update=job.early, compression=compression,
+            compression_benefit="measured" if job.measured else "assumed",
         )  # fmt: skip
         if job.hosts:  # a rack agent would take their place
             settings = replace(settings, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
-            settings=settings, shared=asdict(settings), tree=job.tree,
+            settings=settings, shared=asdict(settings), tree=job.tree, benefit=BENEFIT,
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader
@@ -128,10 +133,6 @@ class Simulation:
             self.nodes[worker.node] = worker
 
     def _join(self) -> None:
-        for rank, at_ns in enumerate(self.job.freeze_at_ns):
-            for group in range(len(self.job.models)):
-                told = ev.Received(LEADER, msg.Freeze(group=group, step=self.job.freeze))
-                self.at(at_ns, self.nodes[worker_id(rank)], told)
         for name, node in self.nodes.items():
             if isinstance(node, SimWorker):
                 register_worker(node)

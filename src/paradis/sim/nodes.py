@@ -131,11 +131,15 @@ class SimNode:
         """Return the lease of a payload."""
         return self.memory.place(*parcel)
 
-    def later(self, job: Callable[[], ev.Event]) -> None:
-        """Run a numeric job and hand its result over, after its cost in virtual time."""
+    def later(self, job: Callable[[], ev.Event | None], on: SimNode | None = None) -> None:
+        """Run a numeric job and hand its result over, after its cost in virtual time.
+
+        Args:
+            on: the node that gets it; None: this one.
+        """
         factor = self.sim.job.slow.get(self.node, 1.0)
         cost_ns = int((20_000 + self.sim.source.random() * 300_000) * factor)
-        self.sim.at(self.sim.now + cost_ns, self, job)
+        self.sim.at(self.sim.now + cost_ns, on or self, job)
 
     def leased(self) -> list[int]:
         """Return the leases that the role, or a running job, has a right to hold."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from paradis.sim.checkers import Violation
 from paradis.sim.driver import Result, Simulation
-from paradis.sim.job import MS, Fault, Habits, Job, Model, Weather
+from paradis.sim.job import MS, Change, Fault, Habits, Job, Model, Weather
 
 WORKLOADS = ("counting", "floats")
 
@@ -63,6 +63,7 @@ def scenario(seed: int, workload: str) -> Job:
         leaves=leaves, slow=_slow(source, workers, servers),
         **_coded(random.Random(seed * 31 + 7), workers, steps),
     )  # fmt: skip
+    job = _perhaps_back(job)
     return job if racks_count else _perhaps_early(job)
 
 
@@ -84,8 +85,30 @@ def _coded(source: random.Random, workers: int, steps: int) -> dict[str, Any]:
     coded = source.random() < 0.25
     if not coded or source.random() < 0.5:
         return {"coded": coded}
-    when = tuple(int(source.random() * 20 * MS) for _ in range(workers))
-    return {"coded": True, "freeze": source.randint(0, steps), "freeze_at_ns": when}
+    heard = tuple(source.randint(0, 2) for _ in range(workers))
+    freeze = Change(step=source.randint(0, steps), until=-1, heard=heard)
+    return {"coded": True, "coded_late": True, "changes": (freeze,)}
+
+
+def _perhaps_back(job: Job) -> Job:
+    """Let some jobs whose steps travel as codes go back to steps in full, and perhaps on again.
+
+    Either the leader decides on what it measures, or it says so at any moments.
+    """
+    source = random.Random(f"changes {job.seed} {job.workload}")
+    if not job.coded or source.random() < 0.3:
+        return job
+    if not job.coded_late and source.random() < 0.4:
+        return replace(job, measured=True, steps=job.steps + source.randint(2, 6))
+    changes = [*job.changes]
+    for _ in range(source.randint(1, 4)):
+        last = changes[-1] if changes else Change(step=0, until=-1, heard=(-1,) * job.workers)
+        later = max(last.step, last.until) + source.choice((1, 1, 4))
+        back = last.step > last.until
+        step, until = (last.step, later) if back else (later, last.until)
+        heard = tuple(at + source.choice((1, 1, 2)) for at in last.heard)
+        changes.append(Change(step=step, until=until, heard=heard))
+    return replace(job, changes=tuple(changes), steps=job.steps + source.randint(2, 6))
 
 
 def _stale(seed: int, mode: str) -> Job:
@@ -97,7 +120,7 @@ def _stale(seed: int, mode: str) -> Job:
         job, mode=mode, staleness=source.choice((1, 1, 2, 3)), slow=slow,
         scaling=mode == "async" and source.random() < 0.5,
         habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
-        early=False, coded=False, freeze=-1, freeze_at_ns=(), hosts=(),
+        early=False, coded=False, coded_late=False, changes=(), measured=False, hosts=(),
         faults=tuple(f for f in job.faults if f.kind != "sever"),
     )  # fmt: skip
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
+from paradis.core.codes import CodedSteps
+from paradis.ids import LEADER
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
-from paradis.sim.job import Model
+from paradis.sim.job import MS, Model
 from paradis.sim.workloads import RATE, Record
 from paradis.wire import messages as msg
 
@@ -114,6 +116,7 @@ class Script:
             self.step = step
             if step == end:
                 break
+            self._hear()
             for group, model in enumerate(self.job.models):
                 if step == 1:
                     for part in range(1, len(model.parts)):
@@ -127,14 +130,27 @@ class Script:
             self._excuse()
         self.worker.tell(ev.LeaveAsked())
 
+    def _hear(self) -> None:
+        """The leader may say how groups are to travel, at some moment of this step."""
+        sim = self.worker.sim
+        for number, change in enumerate(self.job.changes):
+            if change.heard[self.rank] == self.step:
+                at = sim.now + int(self.shared("heard", number, self.rank).random() * MS)
+                for group in range(len(self.job.models)):
+                    told = msg.Freeze(group=group, step=change.step, until=change.until)
+                    sim.at(at, self.worker, ev.Received(LEADER, told))
+
     def _register(self, group: int, part: int) -> Steps:
         """Register a part; the lowest worker there assigns its values, the others pull them."""
         workload = self.worker.sim.workload
         parameters = specs(self.job.models[group], part, workload.dtype_name)
         yield self.think()
+        coded = CodedSteps(-1 if self.job.coded_late else 0)
+        if part:
+            coded = self.worker.role.groups[group].coded_steps
         self.worker.tell(ev.RegisterAsked(msg.Register(
             rank=self.rank, group=group, part=part, parameters=parameters, optimizer="SGD",
-            options=self.options, step=self.step, coded_from=-1 if self.job.freeze >= 0 else 0,
+            options=self.options, step=self.step, coded_from=coded.begin, coded_until=coded.end,
         )))  # fmt: skip
         done = yield (group, "plan")
         assert done is not None and done.plan is not None

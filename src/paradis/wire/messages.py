@@ -26,6 +26,7 @@ from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
 from paradis.wire.control_messages import MemoriesCopied as MemoriesCopied
 from paradis.wire.control_messages import NodeExited as NodeExited
+from paradis.wire.control_messages import Pace as Pace
 from paradis.wire.control_messages import Plan as Plan
 from paradis.wire.control_messages import PlanReady as PlanReady
 from paradis.wire.control_messages import Refused as Refused
@@ -183,6 +184,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
         unchanged: no payload, the value is that of ``version - 1``.
         present: of a code: bit i is set if segment i was updated; empty: all were.
         coded_from: first step that travels as codes, -1: not known yet.
+        coded_until: first one that travels in full again; below ``coded_from``: not known yet.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
         priority: place of the shard in admission order from the next step on.
     """
@@ -193,6 +195,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
     priority: int = -1
     present: bytes = b""
     coded_from: int = -1
+    coded_until: int = -1
 
     @property
     def urgency(self) -> int:
@@ -315,12 +318,13 @@ class Confirmed(DataMessage, frozen=True, kw_only=True):
 
     Attributes:
         priorities: shard -> place in admission order from the next step on, if the step changed it.
-        coded_from: as of `Update`.
+        coded_from: as of `Update`, likewise ``coded_until``.
     """
 
     KIND: ClassVar[int] = 21
     priorities: dict[int, int] = {}
     coded_from: int = -1
+    coded_until: int = -1
 
 
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
