@@ -43,7 +43,8 @@ class ServerValues(Receiver):
             unchanged=unchanged, codec=NUMBERS[shard.plan.codec] if coded and not unchanged else 0,
             present=shard.present if coded else b"", coded_from=group.coded_from,
         )  # fmt: skip
-        payload: fx.Payload = fx.Sections(group.index, pull.shard)
+        # With backup workers others go on while an answer to a repeated question is on its way.
+        payload: fx.Payload = fx.Sections(group.index, pull.shard, copied=group.quorum is not None)
         if coded:
             payload = fx.Code(pull.shard)
         self._send(source, update, None if unchanged else payload)
@@ -115,7 +116,8 @@ class ServerValues(Receiver):
             shard=pull.shard, step=pull.step, version=found[1].version, sequence=pull.sequence,
         )  # fmt: skip
         keys = ("memories",) if pull.memories else ("*",)
-        self._send(source, state, fx.Sections(pull.group, pull.shard, keys))
+        copied = found[0].quorum is not None
+        self._send(source, state, fx.Sections(pull.group, pull.shard, keys, copied))
 
     # ------------------------------------------------------------ norms, saves
 

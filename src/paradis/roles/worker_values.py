@@ -50,9 +50,13 @@ class WorkerValues(WorkerPushes):
         """Values that the script changed: the lowest rank's go to the servers within the step."""
         assert self.view is not None and group.commit is not None
         if min(self.view.members) == self.config.rank:
-            group.assign_count += 1
-            for shard_id in group.commit.changed:
-                self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
+            self._queue_changes(group)
+
+    def _queue_changes(self, group: Group) -> None:
+        assert group.commit is not None
+        group.assign_count += 1
+        for shard_id in group.commit.changed:
+            self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
 
     def _queue_assign(self, group: Group, shard: Shard, assignment: Assignment) -> None:
         shard.assign = assignment
@@ -162,8 +166,7 @@ class WorkerValues(WorkerPushes):
         group.waiting.pop(update.shard)
         group.shards[update.shard].version = update.version
         if not group.committed:
-            if not group.waiting:
-                self._out.append(fx.Complete(group.index, "pull", group.step))
+            self._pulled(group, update)
             return
         group.found_inf |= update.found_inf
         group.coded_from = max(group.coded_from, update.coded_from)
@@ -174,6 +177,11 @@ class WorkerValues(WorkerPushes):
             self._pump(group)
         else:
             self._finish_if_done(group)
+
+    def _pulled(self, group: Group, update: msg.Update) -> None:
+        """A value that was asked for outside of a step is in."""
+        if not group.waiting:
+            self._out.append(fx.Complete(group.index, "pull", group.step))
 
     def _over(self, group: Group, shard_id: int) -> None:
         """A shard has its update: nobody waits for its gradient any more."""
@@ -219,7 +227,8 @@ class WorkerValues(WorkerPushes):
                 ))  # fmt: skip
 
     def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:
-        version = state.version if group.clocked else group.step
+        moving = group.clocked or (group.backup and not group.catching)
+        version = max(state.version, group.step) if moving else group.step
         expected = (version, group.state_round)
         if state.shard not in group.state_waiting or not event.lease or expected != (
             state.version, state.sequence,
@@ -227,10 +236,11 @@ class WorkerValues(WorkerPushes):
             self._release(event)
             return
         group.state_waiting.pop(state.shard)
+        self._take_state(group, state, event.lease)
+
+    def _take_state(self, group: Group, state: msg.State, lease: int) -> None:
         self._out.append(
-            fx.KeepState(
-                group.index, state.shard, state.keys, state.dtypes, state.scalars, event.lease
-            )
+            fx.KeepState(group.index, state.shard, state.keys, state.dtypes, state.scalars, lease)
         )
         if not group.state_waiting:
             self._out.append(fx.Complete(group.index, "state", group.step))

@@ -352,6 +352,10 @@ class Checkers:
                f"{done.found_inf} for step {step}, expected {overflow}")  # fmt: skip
         self._ahead.confirmed(group, step)
 
+    def refunding(self, worker: SimWorker, effect: fx.Refund) -> None:
+        """A worker takes a step back that was made without it."""
+        demand(False, self, f"{worker.node} was late where everybody is waited for")
+
     def norms(self, key: tuple[int, int, int], squares: dict[int, float]) -> None:
         """A worker got a norm."""
         self._norms.answer(key, squares)

@@ -89,6 +89,7 @@ class Script:
         self.habits = self.job.habits
         self.source = source
         self.step = 0
+        self.steps: dict[int, int] = {}
         self.tensors: dict[int, Tensors] = {}
         self.options: list[msg.Options] = [{"lr": RATE}]
 
@@ -109,6 +110,9 @@ class Script:
         """Train."""
         for group, _ in enumerate(self.job.models):
             yield from self._register(group, 0)
+        if self.job.backup:
+            yield from self._run_by_group()
+            return
         end = self.job.leaves.get(self.rank, self.job.steps)
         for step in range(self.job.steps):
             self.step = step
@@ -125,6 +129,17 @@ class Script:
             self.tensors[0].handed = {}
             yield from self._backward(0, attempt=0)
             self._excuse()
+        self.worker.tell(ev.LeaveAsked())
+
+    def _run_by_group(self) -> Steps:
+        """Train where a late step makes the count of a group's steps jump."""
+        end = self.job.leaves.get(self.rank, self.job.steps)
+        groups = range(len(self.job.models))
+        while any(self.steps.get(g, 0) < end for g in groups):
+            for group in groups:
+                self.step = self.steps.get(group, 0)
+                if self.step < end:
+                    yield from self._iterate(group)
         self.worker.tell(ev.LeaveAsked())
 
     def _register(self, group: int, part: int) -> Steps:
@@ -330,7 +345,8 @@ class Script:
         self.worker.closing = None
         assert done is not None
         self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
-        self.worker.check_values(group, self.step + 1)
+        self.steps[group] = done.step
+        self.worker.check_values(group, done.step)
 
     def _order(self, group: int) -> tuple[int, ...]:
         """Sometimes the lowest rank has learnt another admission order in its first step."""
@@ -354,7 +370,7 @@ class Script:
     def _between(self, group: int) -> Steps:
         """Look at values or state between steps; worker 0 may save."""
         mine = self.tensors[group]
-        version = self.step + 1
+        version = self.steps[group]
         if self.chance(self.habits.look):
             whole = self.chance(0.5)
             asked = [p for p in mine.plans.values() if p.length] if whole else mine.active()

@@ -323,8 +323,36 @@ class Confirmed(DataMessage, frozen=True, kw_only=True):
     coded_from: int = -1
 
 
+class Quorum(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker, worker -> server: who makes ``step``.
+
+    Sent with ``training.backup_workers`` only. Servers have no links to each other, so the members
+    carry it. A server that waits for a holder's `Holding` asks for it by the same message.
+
+    Attributes:
+        members: ranks whose mean the update is.
+        holders: ranks that must have the version ``step`` before it is overwritten.
+    """
+
+    KIND: ClassVar[int] = 22
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+class Late(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker: ``step`` was made without you; go on with ``version``, whole."""
+
+    KIND: ClassVar[int] = 23
+
+
+class Holding(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: I have all your shards at ``version``: overwrite it when you like."""
+
+    KIND: ClassVar[int] = 24
+
+
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
-    Begin, Confirmed,
+    Begin, Confirmed, Quorum, Late, Holding,
 )  # fmt: skip
