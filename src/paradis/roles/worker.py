@@ -45,7 +45,8 @@ class WorkerRole(WorkerSharing, WorkerQuorum):
                 self._on_control(event.message)
             case ev.Received():
                 # Others' repeated commits bring requests, too: those are no answer to this worker.
-                self._heard = self._heard or not isinstance(event.message, msg.Resend)
+                asks = isinstance(event.message, msg.Resend | msg.Quorum)
+                self._heard = self._heard or not asks
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None

@@ -14,6 +14,7 @@ from paradis.sim.checkers import Checkers
 from paradis.sim.memory import Story
 from paradis.sim.nodes import ServerNode, SimNode
 from paradis.sim.violation import demand
+from paradis.wire import messages as msg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +36,21 @@ class QuorumCheckers(Checkers):
     def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
         """A node has handled an event: a server may have learnt who makes its step."""
         if isinstance(node, ServerNode):
-            for index, group in node.role.groups.items():
-                word = group.quorum.word if group.quorum is not None else None
-                if word is not None:
-                    self._look_at(node, index, word.step, word.members)
+            self._learn(node)
         super().after(node, event, effects)
+
+    def _learn(self, node: ServerNode) -> None:
+        """Look at who makes the present step on a server, and who made the one before."""
+        for index, group in node.role.groups.items():
+            for step in (group.step - 1, group.step):
+                members = group.quorum.made(step) if group.quorum is not None else ()
+                if members:
+                    self._look_at(node, index, step, members)
+
+    def serving(self, node: ServerNode, message: msg.DataMessage) -> None:
+        """A server sends a value."""
+        self._learn(node)
+        super().serving(node, message)
 
     def _look_at(self, node: ServerNode, group: int, step: int, members: tuple[int, ...]) -> None:
         """All servers have the same members, as many as the job wants; all have committed."""
@@ -60,6 +71,7 @@ class QuorumCheckers(Checkers):
 
     def applying(self, node: ServerNode, effect: fx.Apply, story: Story) -> None:
         """A server applies a sum: of the members' committed revisions, each once."""
+        self._learn(node)
         self._versions.applying(effect)
         records = self._sim.reference.committed(effect.group, effect.step)
         shard, step = effect.shard, effect.step
