@@ -20,7 +20,7 @@ There a late worker reads whatever the servers have; here it gets one whole vers
     >>> choice.next_step(1)
     {}
     >>> choice.choose(1, [2, 0], (0, 1, 2))
-    Word(step=1, members=(0, 2), holders=(0, 1, 2))
+    Word(step=1, members=(0, 2), holders=(0, 1, 2), saving='')
     >>> choice.asked(1, 1, 1)  # too late for step 1, which is not over
     >>> choice.next_step(2)  # worker 1 has committed step 1 and is let in at version 2
     {1: 1}
@@ -43,11 +43,13 @@ class Word:
         members: ranks whose mean the update is, ascending.
         holders: ranks that have the step's version or were let in at it, ascending: no server
             overwrites it before they say that they have it.
+        saving: checkpoint that the step's version is to be copied for before, or empty.
     """
 
     step: int
     members: tuple[int, ...]
     holders: tuple[int, ...]
+    saving: str = ""
 
 
 def quorum_size(workers: int, backup: int) -> int:
@@ -75,6 +77,7 @@ class Choice:
         self._first = first
         self._base: dict[int, int] = {}
         self._asking: dict[int, int] = {}
+        self._save = ("", -1)
 
     def choose(self, step: int, arrived: Iterable[int], workers: Sequence[int]) -> Word | None:
         """Choose the members of the present step if enough have committed it.
@@ -95,7 +98,8 @@ class Choice:
         for rank in here:
             self._base[rank] = max(step, self._base.get(rank, step))
         holders = tuple(sorted(r for r, v in self._base.items() if v == step and r in workers))
-        self.word = Word(step, members, holders)
+        saving = self._save[0] if self._save[1] == step else ""
+        self.word = Word(step, members, holders, saving)
         for rank in members:
             self._base[rank] = step + 1
         for rank in here[size:]:
@@ -124,6 +128,20 @@ class Choice:
                 return None
             base = self._base[rank] = now
         return base
+
+    def save(self, checkpoint: str, now: int) -> int:
+        """Return the version that a checkpoint is of: one that is not chosen for; -1: not yet.
+
+        Args:
+            checkpoint: its name; asked for again, it gets the same version. One is asked for
+                when the one before is copied.
+            now: the present step.
+        """
+        if self._save[0] != checkpoint:
+            if self.word is not None:
+                return -1
+            self._save = (checkpoint, now)
+        return self._save[1]
 
     def next_step(self, step: int) -> dict[int, int]:
         """The present step is over.

@@ -27,6 +27,9 @@ from paradis.wire import messages as msg
 class ServerQuorum(ServerEarly):
     """What differs where the first n - b workers make a step."""
 
+    _save_asked: msg.Snapshot | None = None
+    """A checkpoint that waits for the next version; worker 0 asks for one at a time."""
+
     def open_quorum(self, plan: msg.Plan) -> None:
         """A plan came: note whether all of the group's workers are waited for."""
         group = self.groups[plan.group]
@@ -63,14 +66,14 @@ class ServerQuorum(ServerEarly):
                     self._send_word(worker_id(rank), group, word)
         if quorum.word is None or not super()._may_judge(group):
             return False
-        return not quorum.lacking(group.step, self.view.members)
+        return self._copied_first(group) and not quorum.lacking(group.step, self.view.members)
 
     # ------------------------------------------------------------------- words
 
     def _send_word(self, target: NodeId, group: HeldGroup, word: Word) -> None:
         self._send(target, msg.Quorum(
             generation=self.view.generation if self.view else 0, group=group.index, step=word.step,
-            members=word.members, holders=word.holders,
+            members=word.members, holders=word.holders, saving=word.saving,
         ))  # fmt: skip
 
     def _send_late(self, rank: int, group: HeldGroup, step: int, version: int) -> None:
@@ -84,7 +87,8 @@ class ServerQuorum(ServerEarly):
         group = self.groups.get(message.group)
         if group is None or group.quorum is None or message.step != group.step:
             return
-        if group.quorum.told(Word(message.step, message.members, message.holders)):
+        word = Word(message.step, message.members, message.holders, message.saving)
+        if group.quorum.told(word):
             self._consider(group)
 
     def _on_holding(self, message: msg.Holding) -> None:
@@ -137,6 +141,8 @@ class ServerQuorum(ServerEarly):
         if group.step != before and group.quorum.choice is not None:
             for rank, step in group.quorum.choice.next_step(group.step).items():
                 self._send_late(rank, group, step, group.step)
+            if self._save_asked is not None:
+                self._on_snapshot(self._save_asked)
 
     # ------------------------------------------------------------------- pulls
 
@@ -159,6 +165,42 @@ class ServerQuorum(ServerEarly):
             shard.pulls.append((source, pull))
         elif not shard.initialized or shard.version == pull.version:
             super()._on_pull(source, pull)
+
+    # ------------------------------------------------------------- checkpoints
+
+    def _copied_first(self, group: HeldGroup) -> bool:
+        """Copy the present version for a checkpoint that is of it; True when that is done."""
+        assert group.quorum is not None and group.quorum.word is not None
+        name = group.quorum.word.saving
+        if name and group.copying != name:
+            group.copying = name
+            self._out.append(fx.Copy(group.index, name, group.step))
+        return not name or group.copied == name
+
+    def _on_snapshot(self, snapshot: msg.Snapshot) -> None:
+        """Worker 0 may be late: the choosing server says of which version a checkpoint is."""
+        group = self.groups.get(snapshot.group)
+        if group is None or group.quorum is None:
+            super()._on_snapshot(snapshot)
+        elif not snapshot.sequence:
+            if group.copied == snapshot.checkpoint:
+                self._send_snapshot_ack(group, snapshot.checkpoint)
+            else:
+                super()._on_snapshot(snapshot)
+        elif group.quorum.choice is not None:
+            version = group.quorum.choice.save(snapshot.checkpoint, group.step)
+            self._save_asked = None if version >= 0 else snapshot
+            if version >= 0:
+                self._send(worker_id(0), msg.SnapshotAck(
+                    group=group.index, step=snapshot.step, version=version, sequence=1,
+                    checkpoint=snapshot.checkpoint,
+                ))  # fmt: skip
+
+    def _on_copied(self, event: ev.Copied) -> None:
+        super()._on_copied(event)
+        group = self.groups[event.group]
+        if group.quorum is not None:
+            self._consider(group)
 
     # ------------------------------------------------------------------ pushes
 

@@ -65,7 +65,9 @@ class ServerValues(Receiver):
         group, shard = found
         group.catch_up(message.step)
         stamp = (message.step, message.revision) if not message.at_step else (message.step, 1 << 30)
-        if stamp <= shard.assigned or message.step != group.step:
+        # A buffer is nobody's to update: the worker that gives it may be behind or ahead.
+        free = group.quorum is not None and shard.passive
+        if stamp <= shard.assigned or (message.step != group.step and not free):
             self._drop(event)
             if shard.assigning is None:
                 self._send_assign_ack(event.source, message)

@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+import msgspec
+
 from paradis.core.quorum import lateness
 from paradis.ids import NodeId
 from paradis.roles import effects as fx
@@ -43,6 +45,7 @@ class WorkerQuorum(WorkerEarly):
             if server in self._up and server != group.chooser and only in ("", server):
                 self._send(server, msg.Quorum(
                     **self._head(group), step=word.step, members=word.members, holders=word.holders,
+                    saving=word.saving,
                 ))  # fmt: skip
 
     def _say_held(self, group: Group) -> None:
@@ -61,6 +64,21 @@ class WorkerQuorum(WorkerEarly):
             super()._queue_changed(group)
         elif group.word is not None and group.word.members[0] == self.config.rank:
             self._queue_changes(group)
+
+    # ------------------------------------------------------------- checkpoints
+
+    def _ask_for_version(self, group: Group, info: msg.CheckpointInfo) -> None:
+        """This worker may be late without knowing: the version is the choosing server's to say."""
+        group.snapshot = msgspec.structs.replace(info, version=-1)
+        group.snapshot_from = {group.chooser: None}
+        self._send_snapshot(group)
+
+    def _version_told(self, group: Group, version: int) -> None:
+        """The checkpoint is of this version; its number of steps is counted from there."""
+        if group.snapshot is not None and group.snapshot.version < 0:
+            steps = group.snapshot.step + version - group.step
+            info = msgspec.structs.replace(group.snapshot, version=version, step=steps)
+            self._snapshot(group, info)
 
     # -------------------------------------------------------------------- late
 

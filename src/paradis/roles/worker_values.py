@@ -262,9 +262,19 @@ class WorkerValues(WorkerPushes):
     def _on_snapshot_asked(self, event: ev.SnapshotAsked) -> None:
         group = self.groups[event.group]
         assert isinstance(event.info, msg.CheckpointInfo)
-        group.snapshot = msgspec.structs.replace(event.info, version=group.step)
+        if group.backup:
+            self._ask_for_version(group, event.info)
+            return
+        self._snapshot(group, msgspec.structs.replace(event.info, version=group.step))
+
+    def _ask_for_version(self, group: Group, info: msg.CheckpointInfo) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _snapshot(self, group: Group, info: msg.CheckpointInfo) -> None:
+        """Tell the leader of a checkpoint, and let everybody copy."""
+        group.snapshot = info
         group.snapshot_from = dict.fromkeys(s.server for s in group.shards.values())
-        group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in event.info.workers))
+        group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in info.workers))
         self._send(LEADER, group.snapshot)
         self._send_snapshot(group)
 
@@ -272,13 +282,22 @@ class WorkerValues(WorkerPushes):
         assert group.snapshot is not None
         for server in group.snapshot_from:
             if server in self._up and (not only or only == server):
-                self._send(server, msg.Snapshot(**self._head(group), step=group.step,
-                           version=group.step, checkpoint=group.snapshot.checkpoint))  # fmt: skip
+                self._send(server, msg.Snapshot(
+                    **self._head(group), step=group.step, version=max(0, group.snapshot.version),
+                    checkpoint=group.snapshot.checkpoint, sequence=int(group.snapshot.version < 0),
+                ))  # fmt: skip
 
     def _on_snapshot_ack(self, group: Group, source: NodeId, ack: msg.SnapshotAck) -> None:
         if group.snapshot is None or ack.checkpoint != group.snapshot.checkpoint:
             return
-        self._snapshot_done(group, source)
+        if ack.sequence:
+            self._version_told(group, ack.version)
+            return
+        if group.snapshot.version >= 0:  # else the leader does not know of it yet
+            self._snapshot_done(group, source)
+
+    def _version_told(self, group: Group, version: int) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
 
     def _snapshot_done(self, group: Group, source: NodeId) -> None:
         group.snapshot_from.pop(source, None)

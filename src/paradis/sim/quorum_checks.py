@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paradis.core.quorum import quorum_size
 from paradis.roles import effects as fx
+from paradis.roles.worker import WorkerRole
 from paradis.sim.checkers import Checkers
 from paradis.sim.memory import Story
 from paradis.sim.nodes import ServerNode, SimNode
@@ -87,8 +88,10 @@ class QuorumCheckers(Checkers):
     def _look_around(self, node: ServerNode, effect: fx.Apply) -> None:
         """Nobody who fetches the version that is about to go lacks the shard."""
         for other in self._sim.nodes.values():
-            state = getattr(other.role, "groups", {}).get(effect.group)
-            if not getattr(state, "catching", False) or other.ended:
+            state = (
+                other.role.groups.get(effect.group) if isinstance(other.role, WorkerRole) else None
+            )
+            if state is None or not state.catching or other.ended:
                 continue
             lacks = effect.shard in state.waiting and state.step == effect.step
             demand(not lacks, self, f"Whole: {node.node} overwrites version {effect.step} of shard "
@@ -130,4 +133,3 @@ class QuorumCheckers(Checkers):
                     version = node.role._by_shard[shard][1].version
                     demand(version == last + 1, self, f"shard {shard} ends at {version}")
                     self._exact.value(node.node, shard, version, value)
-

@@ -121,7 +121,7 @@ def _quorum(seed: int) -> Job:
         job, workers=workers, models=models, slow=slow, steps=job.steps + source.randint(1, 5),
         backup=source.randint(1, workers - 1),
         racks=(0,) * workers, dispatchers=1, tree=tuple(g for g in job.tree if g),
-        habits=replace(job.habits, norm=0.0, snapshot=0.0, look=0.0), early=False, hosts=(),
+        habits=replace(job.habits, norm=0.0, look=0.0), early=False, hosts=(),
         leaves={source.randrange(workers): 2} if source.random() < 0.25 else {},
         faults=_faults(source, workers, job.servers, ()),
     )  # fmt: skip

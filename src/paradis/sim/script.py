@@ -391,7 +391,9 @@ class Script:
                 step=version,
                 options=self.options,
                 extra={},
-                workers=self.worker.role.members() if self.job.coded else (),
+                workers=self.worker.role.members()
+                if self.job.coded and not self.job.backup
+                else (),
             )
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))

@@ -267,14 +267,22 @@ class Norms(DataMessage, frozen=True, kw_only=True):
 
 
 class Snapshot(DataMessage, frozen=True, kw_only=True):
-    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint."""
+    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint.
+
+    Attributes:
+        sequence: 1: not yet; with backup workers the choosing server says which version.
+    """
 
     KIND: ClassVar[int] = 16
     checkpoint: str
 
 
 class SnapshotAck(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker 0: copied; training may go on while the files are written."""
+    """Server -> worker 0: copied; training may go on while the files are written.
+
+    Attributes:
+        sequence: 1: not copied yet; the checkpoint will be of ``version``.
+    """
 
     KIND: ClassVar[int] = 17
     checkpoint: str
@@ -332,11 +340,13 @@ class Quorum(DataMessage, frozen=True, kw_only=True):
     Attributes:
         members: ranks whose mean the update is.
         holders: ranks that must have the version ``step`` before it is overwritten.
+        saving: checkpoint to copy the version ``step`` for before it is overwritten, or empty.
     """
 
     KIND: ClassVar[int] = 22
     members: tuple[int, ...]
     holders: tuple[int, ...]
+    saving: str = ""
 
 
 class Late(DataMessage, frozen=True, kw_only=True):
