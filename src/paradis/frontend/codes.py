@@ -160,7 +160,13 @@ class Codes:
         return elementwise(self._binding.optimizer_name).coded
 
     def savers(self) -> tuple[int, ...]:
-        """Return the workers that have a part of their own in a checkpoint."""
+        """Return the workers that have a part of their own in a checkpoint.
+
+        With backup workers nobody has: they are at different steps, and to wait for the last of
+        them is what one does not want. What codes have left out is lost with a resume.
+        """
+        if self._binding.backup:
+            return ()
         coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
         return self._binding.members() if any(c.own() for c in coders) else ()
 

@@ -43,6 +43,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._finite = True
         self._announced_clip = False
         self._loaded_at = -1
+        self._saved_at = 0
 
     # -------------------------------------------------------------------- step
 
@@ -96,6 +97,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     found.fill_(1.0)
             self._count(wait_s)
             if self._save_is_due(self.steps_done):
+                self._saved_at = self.steps_done
                 self.save_checkpoint()
         if clock is not None:
             clock.returned()
@@ -216,12 +218,19 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _announce_own_norm(self) -> None:
         if not self._announced_clip and len(self._bound.members()) > 1:
             self._announced_clip = True
-            why = (
-                f"in mode {self._bound.mode}: there is no mean gradient, for each is an update by "
-                "itself"
-                if self._bound.clocked
-                else f"with {self._inner_name}: what travels are momenta or votes, no gradients"
-            )
+            bound = self._bound
+            if bound.backup:
+                why = (
+                    f"with training.backup_workers = {bound.backup}: whose gradients make the mean "
+                    "is known in step() only"
+                )
+            elif bound.clocked:
+                why = (
+                    f"in mode {bound.mode}: there is no mean gradient, for each is an update by "
+                    "itself"
+                )
+            else:
+                why = f"with {self._inner_name}: what travels are momenta or votes, no gradients"
             self._bound.session.node.announce(
                 "warning",
                 f"clip_grad_norm_ clips each worker's own gradient {why}",
@@ -249,7 +258,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Call it on every worker between ``backward`` and ``step``. With one worker it is
         ``torch.nn.utils.clip_grad_norm_``. The factor is applied on the servers; ``.grad`` stays.
-        In ssp and async it clips this worker's own gradient, in place.
+        In ssp and async, and with backup workers, it clips this worker's own gradient, in place.
 
         Args:
             max_norm: bound of the norm.
@@ -265,7 +274,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             binding.early.refuse_clipping()
         binding.flight.arrive()
         binding.codes.follow()  # gradients may travel as codes from this step on
-        own = binding.clocked or binding.codes.no_gradients
+        own = binding.clocked or binding.codes.no_gradients or binding.backup > 0
         if len(binding.members()) == 1 or own:
             if own:
                 self._announce_own_norm()
@@ -320,13 +329,20 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load options and state, and give worker 0's to the servers; call it on every worker.
 
         Raises:
-            ConfigError: the state travels as codes, and no ``state_dict`` has it.
+            ConfigError: the state travels as codes, and no ``state_dict`` has it; or steps have
+                been done with backup workers.
         """
         self._bound.finish()
         if self._bound.codes.no_gradients:
             raise ConfigError(
                 f"load_state_dict refused: the state of {self._inner_name} is in its codes now; "
                 "resume from a checkpoint of the job (checkpoint.restore, paradis run --resume)"
+            )
+        if self._bound.backup and self.steps_done > self._bound.steps_before:
+            raise ConfigError(
+                f"load_state_dict refused: training.backup_workers = {self._bound.backup}, and no "
+                "step after the first is of all workers; load before it, or resume from a "
+                "checkpoint of the job"
             )
         super().load_state_dict(state_dict)
         if self._bound.first:
@@ -368,6 +384,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _save_is_due(self, step: int) -> bool:
         every = self._bound.session.settings.checkpoint_every_steps
+        if every > 0 and self._bound.backup:  # a late step's number may jump over the one due
+            return step // every > max(self._saved_at, self._bound.steps_before) // every
         return every > 0 and step % every == 0
 
     # --------------------------------------------------------------- counters
