@@ -16,6 +16,7 @@ SMALL = {
     "communication.shard_size": "64KiB",
     "communication.bucket_size": "16KiB",
     "communication.small_tensor": "8KiB",
+    "communication.retry_interval": "60s",
     "training.backup_workers": "1",
 }
 END = 12

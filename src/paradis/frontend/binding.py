@@ -115,11 +115,6 @@ class Binding:
         """Whether each worker's gradient is an update by itself (modes ``ssp`` and ``async``)."""
         return self.mode != "sync"
 
-    @property
-    def backup(self) -> int:
-        """How many workers a step does without."""
-        return self.session.settings.backup_workers
-
     def members(self) -> tuple[int, ...]:
         """Return the ranks that take part."""
         view = self.session.node.worker_role.view
@@ -309,12 +304,6 @@ class Binding:
 
     def extend(self, optimizer: WrappedOptimizer) -> None:
         """Register parameters that ``add_param_group`` added."""
-        if self.backup:
-            raise ConfigError(
-                f"add_param_group refused: training.backup_workers = {self.backup}, and parameters "
-                "join at a step that all workers come to; give them to the optimizer before "
-                "paradis.wrap, or set training.backup_workers: 0"
-            )
         self.finish()  # they begin with the step after the one on its way
         index = len(optimizer.param_groups) - 1
         added = name_parameters(self.model, optimizer.param_groups[index:], first_group=index)

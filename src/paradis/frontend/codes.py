@@ -165,10 +165,15 @@ class Codes:
         With backup workers nobody has: they are at different steps, and to wait for the last of
         them is what one does not want. What codes have left out is lost with a resume.
         """
-        if self._binding.backup:
+        if self._binding.session.settings.backup_workers:
             return ()
+        return self._binding.members() if self.left_out else ()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether codes keep something on the workers that no server has."""
         coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
-        return self._binding.members() if any(c.own() for c in coders) else ()
+        return any(c.own() for c in coders)
 
     def follow(self) -> None:
         """See whether the next step travels as codes, and prepare for it once."""

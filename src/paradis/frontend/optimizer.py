@@ -14,6 +14,7 @@ import torch
 from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
+from paradis.frontend.quorum import own_norm_reason, refuse_adding, refuse_loading, save_is_due
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
@@ -139,6 +140,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         return binding
 
+    @property
+    def _backup(self) -> int:
+        """How many workers a step does without."""
+        return self._bound.session.settings.backup_workers
+
     def _close(
         self, overflow: bool, *, scaled: bool, unchanged: bool = False, lenient: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
@@ -219,18 +225,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if not self._announced_clip and len(self._bound.members()) > 1:
             self._announced_clip = True
             bound = self._bound
-            if bound.backup:
-                why = (
-                    f"with training.backup_workers = {bound.backup}: whose gradients make the mean "
-                    "is known in step() only"
-                )
-            elif bound.clocked:
-                why = (
-                    f"in mode {bound.mode}: there is no mean gradient, for each is an update by "
-                    "itself"
-                )
-            else:
-                why = f"with {self._inner_name}: what travels are momenta or votes, no gradients"
+            why = own_norm_reason(self._backup, bound.mode, self._inner_name)
             self._bound.session.node.announce(
                 "warning",
                 f"clip_grad_norm_ clips each worker's own gradient {why}",
@@ -274,7 +269,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             binding.early.refuse_clipping()
         binding.flight.arrive()
         binding.codes.follow()  # gradients may travel as codes from this step on
-        own = binding.clocked or binding.codes.no_gradients or binding.backup > 0
+        own = binding.clocked or binding.codes.no_gradients or self._backup > 0
         if len(binding.members()) == 1 or own:
             if own:
                 self._announce_own_norm()
@@ -303,6 +298,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every worker must add the same. They start from worker 0's values."""
+        if getattr(self, "_binding", None) is not None:
+            refuse_adding(self._backup)
         super().add_param_group(param_group)
         if getattr(self, "_binding", None) is not None:
             self._bound.extend(self)
@@ -338,12 +335,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"load_state_dict refused: the state of {self._inner_name} is in its codes now; "
                 "resume from a checkpoint of the job (checkpoint.restore, paradis run --resume)"
             )
-        if self._bound.backup and self.steps_done > self._bound.steps_before:
-            raise ConfigError(
-                f"load_state_dict refused: training.backup_workers = {self._bound.backup}, and no "
-                "step after the first is of all workers; load before it, or resume from a "
-                "checkpoint of the job"
-            )
+        refuse_loading(self._backup, self.steps_done - self._bound.steps_before)
         super().load_state_dict(state_dict)
         if self._bound.first:
             state_transfer.give(self._bound, self)
@@ -384,8 +376,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _save_is_due(self, step: int) -> bool:
         every = self._bound.session.settings.checkpoint_every_steps
-        if every > 0 and self._bound.backup:  # a late step's number may jump over the one due
-            return step // every > max(self._saved_at, self._bound.steps_before) // every
+        if every > 0 and self._backup:
+            return save_is_due(step, every, max(self._saved_at, self._bound.steps_before))
         return every > 0 and step % every == 0
 
     # --------------------------------------------------------------- counters
