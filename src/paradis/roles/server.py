@@ -366,8 +366,12 @@ class ServerRole(ServerQuorum, StaleSteps):
         table = group.commits or group.norms
         missing = [r for r in self.members(group) if r not in table]
         waited_ns = now_ns - group.since_ns
-        if missing and waited_ns >= self.warning_ns:
+        text = ""
+        if missing:
             text = step_rules.sync_timeout_text(self.node, group, missing, waited_ns)
+        elif lacking := self.lacking(group):
+            text = step_rules.transfer_timeout_text(self.node, group, lacking, waited_ns)
+        if text and waited_ns >= self.warning_ns:
             if waited_ns >= self.timeout_ns:
                 self._refuse(group, "DeadlineExceeded", text + "; giving up")
                 return

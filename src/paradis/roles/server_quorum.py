@@ -66,7 +66,12 @@ class ServerQuorum(ServerEarly):
                     self._send_word(worker_id(rank), group, word)
         if quorum.word is None or not super()._may_judge(group):
             return False
-        return self._copied_first(group) and not quorum.lacking(group.step, self.view.members)
+        return self._copied_first(group) and not self.lacking(group)
+
+    def lacking(self, group: HeldGroup) -> list[int]:
+        """Return who keeps the present version from being overwritten."""
+        assert self.view is not None
+        return group.quorum.lacking(group.step, self.view.members) if group.quorum else []
 
     # ------------------------------------------------------------------- words
 
@@ -123,8 +128,7 @@ class ServerQuorum(ServerEarly):
 
     def _ask_holders(self, group: HeldGroup, word: Word) -> None:
         """A member asks again: perhaps the word of somebody who has the version was lost."""
-        assert group.quorum is not None and self.view is not None
-        for rank in group.quorum.lacking(group.step, self.view.members):
+        for rank in self.lacking(group):
             self._send_word(worker_id(rank), group, word)
 
     def _end_step(self, group: HeldGroup) -> None:
@@ -209,7 +213,8 @@ class ServerQuorum(ServerEarly):
         found = self._by_shard.get(push.shard)
         if found is not None and event.lease and found[0].quorum is not None:
             members = found[0].quorum.made(push.step)
-            if push.step < found[1].version and push.worker not in members:
+            over = push.step < found[1].version + found[1].applying
+            if over and push.worker not in members:
                 self._out.append(fx.Count("dropped_pushes"))
         super().on_push(event, push)
 
