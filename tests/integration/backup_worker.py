@@ -5,7 +5,8 @@
 WAY is none, bf16, int8, onebit or lion. Worker 2 waits in its step 4 until the others have called
 ``step()`` for their step 7; they wait before their step 9 until worker 2 has begun a step again.
 Everybody trains until ``steps_done`` says END, and notes a digest of what it has at each version:
-values, and the momenta that all have alike. Writes OUT/<rank>.json.
+values, and the momenta that all have alike. Worker 0 saves after its step 5.
+Writes OUT/<rank>.json.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import paradis
 import paradis.optim
 
 OUT, WAY = Path(sys.argv[1]), sys.argv[2]
-HELD, AHEAD, TOGETHER, END = 4, 7, 9, 12
+HELD, SAVED, AHEAD, TOGETHER, END = 4, 5, 7, 9, 12
 DEADLINE_S = 60.0
 
 
@@ -74,7 +75,7 @@ def train(rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(3)])
     optimizer: Any = paradis.wrap(model, make_optimizer(model.parameters()))
-    versions, failures, calls, held = {}, [], 0, False
+    versions, failures, calls, held, saved = {}, [], 0, False, ""
     while (step := optimizer.steps_done) < END:
         generator = torch.Generator().manual_seed(10 * step + rank)
         if held:
@@ -98,10 +99,13 @@ def train(rank: int) -> dict[str, Any]:
         if before and optimizer.metrics().get("late_steps", 0.0) > late and not kept:
             failures.append(f"step {step} was late and has left something in the memories")
         versions[optimizer.steps_done] = digest(model, optimizer)
+        if rank == 0 and step >= SAVED and not saved:
+            saved = optimizer.save_checkpoint({"at": step}, wait=True)
     counters = optimizer.metrics()
     return {
         "versions": versions, "failures": failures, "calls": calls,
         "late": counters.get("late_steps", 0.0), "memories": len(left_out(optimizer)),
+        "saved": saved, "clipped": float(optimizer.clip_grad_norm_(1.0)),
     }  # fmt: skip
 
 
