@@ -227,8 +227,9 @@ class WorkerValues(WorkerPushes):
                 ))  # fmt: skip
 
     def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:
-        moving = group.clocked or (group.backup and not group.catching)
-        version = max(state.version, group.step) if moving else group.step
+        version = state.version if group.clocked else group.step
+        if group.backup and not group.catching:  # others may have gone on
+            version = max(state.version, group.step)
         expected = (version, group.state_round)
         if state.shard not in group.state_waiting or not event.lease or expected != (
             state.version, state.sequence,
