@@ -75,6 +75,24 @@ def look_at_checkpoint(saved: Path, versions: dict[str, str], directory: Path) -
     )
 
 
+@pytest.mark.parametrize("way", ["none", "int8", "onebit"])
+def test_a_job_resumes(way: str, start_job: Start, tmp_path: Path) -> None:
+    """From the version that was saved, without what the workers' codes had left out; it says so."""
+    settings = {**SMALL, **({"training.compression": way} if way == "int8" else {})}
+    outs = [tmp_path / "first", tmp_path / "again"]
+    for out in outs:
+        out.mkdir()
+        (out / "story").write_text("call 0 7\ncall 1 7\nback 2\n")  # nobody is held
+        job = start_job(SCRIPT, str(out), way, workers=3, servers=2, settings=settings).succeed()
+        saved = results(out)[0]["saved"]
+        assert ("lacks what the codes" in job.logs()) == (way != "none")
+        settings = {**settings, "checkpoint.restore": saved}
+    begun = read_manifest(group_directory(resolve(Path(results(outs[0])[0]["saved"])), 0)).step
+    found = [each["versions"] for each in results(outs[1])]
+    assert all(begun < min(map(int, versions)) <= END for versions in found)
+    assert len({versions[str(END)] for versions in found}) == 1
+
+
 RACE = """
 import pathlib, select, torch, paradis
 model = torch.nn.Linear(4, 1)
