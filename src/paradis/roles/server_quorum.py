@@ -30,6 +30,10 @@ class ServerQuorum(ServerEarly):
     _save_asked: msg.Snapshot | None = None
     """A checkpoint that waits for the next version; worker 0 asks for one at a time."""
 
+    def __init__(self, node: NodeId, *, quota_bytes: int) -> None:
+        super().__init__(node, quota_bytes=quota_bytes)
+        self._state_pulls: dict[tuple[NodeId, int], msg.PullState] = {}
+
     def open_quorum(self, plan: msg.Plan) -> None:
         """A plan came: note whether all of the group's workers are waited for."""
         group = self.groups[plan.group]
@@ -137,6 +141,10 @@ class ServerQuorum(ServerEarly):
         super()._end_step(group)
         if group.quorum is None:
             return
+        for (source, shard_id), asked in [*self._state_pulls.items()]:
+            if shard_id in group.shards:
+                del self._state_pulls[source, shard_id]  # it may be kept for later again
+                self._on_pull_state(source, asked)
         for shard in group.shards.values():
             ready = [p for p in shard.pulls if p[1].version <= shard.version]
             shard.pulls = [p for p in shard.pulls if p[1].version > shard.version]
@@ -169,6 +177,16 @@ class ServerQuorum(ServerEarly):
             shard.pulls.append((source, pull))
         elif not shard.initialized or shard.version == pull.version:
             super()._on_pull(source, pull)
+
+    def _on_pull_state(self, source: NodeId, pull: msg.PullState) -> None:
+        """Others may be changing the state that a worker asks for: it gets the next one then."""
+        found = self._by_shard.get(pull.shard)
+        if found is None or found[0].quorum is None or found[1].passive:
+            super()._on_pull_state(source, pull)
+        elif self._in_flux(*found) or found[1].version < pull.version:
+            self._state_pulls[source, pull.shard] = pull  # one for each worker and shard
+        else:
+            super()._on_pull_state(source, pull)
 
     # ------------------------------------------------------------- checkpoints
 

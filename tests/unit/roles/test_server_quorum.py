@@ -39,9 +39,11 @@ def server() -> ServerRole:
     return role
 
 
-def commit(role: ServerRole, rank: int, step: int, at_s: int) -> list[fx.Effect]:
-    """Let a worker commit a step without a gradient."""
-    said = msg.StepCommit(revisions={}, present=b"\0", options=[{"lr": 0.5}])
+def commit(
+    role: ServerRole, rank: int, step: int, at_s: int, present: bytes = b"\0"
+) -> list[fx.Effect]:
+    """Let a worker commit a step, without a gradient if nothing else is said."""
+    said = msg.StepCommit(revisions={}, present=present, options=[{"lr": 0.5}])
     message = msg.Commit(generation=1, worker=rank, step=step, commit=said)
     event = ev.Received(NodeId(f"worker-{rank}"), message)
     return role.handle(event, at_s * SECOND_NS)
@@ -112,3 +114,18 @@ def test_only_the_choosing_server_answers_who_is_late() -> None:
     done = role.handle(ev.Received(NodeId("worker-1"), word), 6 * SECOND_NS)
     assert targets(done, msg.Update) == ["worker-0", "worker-1"]
     assert not sent(commit(role, 2, 1, 7), msg.Late)
+
+
+def test_state_that_is_asked_for_while_it_changes_is_sent_when_it_has_changed() -> None:
+    role = server()
+    for rank in (0, 1):
+        push = msg.Push(generation=1, worker=rank, step=1)
+        role.handle(ev.Received(NodeId(f"worker-{rank}"), push, 5 + rank), 5)
+        commit(role, rank, 1, 5, present=b"\1")
+    role.handle(ev.Received(NodeId("worker-2"), msg.Holding(worker=2, step=1, version=1)), 6)
+    applied = role.handle(ev.Reduced(0, 1), 7)
+    assert [e for e in applied if isinstance(e, fx.Apply)]
+    asked = msg.PullState(worker=2, version=1, sequence=3, memories=True)
+    assert role.handle(ev.Received(NodeId("worker-2"), asked), 8) == []
+    (state,) = sent(role.handle(ev.Applied(0, 1), 9), msg.State)
+    assert (state.version, state.sequence) == (2, 3)
