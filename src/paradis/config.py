@@ -17,7 +17,12 @@ from typing import Any, Final
 import yaml
 
 from paradis.config_keys import Key, keys_of
-from paradis.config_relations import check_combination, check_relations, check_store
+from paradis.config_relations import (
+    check_backup,
+    check_combination,
+    check_relations,
+    check_store,
+)
 from paradis.config_sections import (
     CheckpointConfig,
     CommunicationConfig,
@@ -67,6 +72,7 @@ class JobConfig:
             check_combination(self.training, group.compression)
         check_combination(self.training, self.training.compression)
         check_relations(self.training, self.communication)
+        check_backup(self.topology, self.training, self.communication)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,6 +40,13 @@ class TrainingConfig:
         "number of workers. Off, as the same rate for all is easier to reason about.",
         shared="staleness_scaling",
     )
+    backup_workers: int = key(
+        0,
+        COUNT,
+        "Of mode sync: a step is the mean of the first workers that finish it; so many are not "
+        "waited for, their gradients dropped. 0, for what is dropped was computed for nothing.",
+        shared="backup_workers",
+    )
     overlap: str = key(
         "layerwise",
         WORD,

@@ -183,9 +183,20 @@ class Codes:
         return elementwise(self._binding.optimizer_name).coded
 
     def savers(self) -> tuple[int, ...]:
-        """Return the workers that have a part of their own in a checkpoint."""
+        """Return the workers that have a part of their own in a checkpoint.
+
+        With backup workers nobody has: they are at different steps, and to wait for the last of
+        them is what one does not want. What codes have left out is lost with a resume.
+        """
+        if self._binding.session.settings.backup_workers:
+            return ()
+        return self._binding.members() if self.left_out else ()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether codes keep something on the workers that no server has."""
         coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
-        return self._binding.members() if any(c.own() for c in coders) else ()
+        return any(c.own() for c in coders)
 
     def follow(self) -> None:
         """See whether the next step travels as codes, and prepare for it once."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paradis.core.aggregation import Collection
 from paradis.core.codes import CodedSteps
+from paradis.core.quorum import Quorum
 from paradis.ids import NodeId
 from paradis.roles import events as ev
 from paradis.roles.stale_state import StaleGroup, StaleShard
@@ -91,12 +92,13 @@ class HeldGroup:
         norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
         ahead: what is known ahead of the commits, with early updates.
         reordered: the last step whose commits changed the admission order, below -1 if none.
+        quorum: who makes the steps, where not everybody is waited for.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
                  "skipped", "gone", "unfinished", "coded_steps", "norms_of_v", "ahead",
-                 "reordered", "stale")  # fmt: skip
+                 "reordered", "stale", "quorum")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -121,6 +123,7 @@ class HeldGroup:
         self.ahead = Ahead()
         self.reordered = -2
         self.stale: StaleGroup | None = None
+        self.quorum: Quorum | None = None
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""
@@ -148,6 +151,8 @@ class HeldGroup:
         self.verdict = ""
         self.measuring = 0
         self.squares = {}
+        if self.quorum is not None:
+            self.quorum.next_step()
 
     def said(self, rank: int) -> msg.StepCommit | None:
         """Return what the rank last said that counts, by a commit or a norm request."""

@@ -65,7 +65,7 @@ class LeaderCodes(LeaderViews):
         """Begin to measure a new group, where the settings want it; return its plan."""
         codec = next((s.codec for s in plan.shards if s.codec), "")
         wanted = self.config.settings.compression_benefit == "measured" and plan.mode == "sync"
-        if plan.part or not wanted or codec in ("", "lion"):
+        if plan.part or plan.backup or not wanted or codec in ("", "lion"):
             return plan
         judged = codec in _BOTH_WAYS
         rule = self.config.benefit

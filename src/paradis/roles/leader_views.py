@@ -149,17 +149,19 @@ class LeaderViews:
         """A rack agent is used where the rack has several workers and the job several racks."""
         mode = self.config.settings.rack_aggregation
         early = self.config.settings.early_update
+        direct = early or self.config.settings.backup_workers > 0
         left_out: list[str] = []
         racks: dict[str, tuple[str, tuple[int, ...]]] = {}
         for rack, ranks in by_rack.items():
             agents = [n for n in self._of_role("dispatcher") if self.nodes[n].join.rack == rack]
             pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
             usable = agents and pays and rack_group(tree, ranks) is not None
-            if usable and early:
+            if usable and direct:
                 left_out.append(rack)
-            racks[rack] = (agents[0] if usable and not early else "", tuple(ranks))
+            racks[rack] = (agents[0] if usable and not direct else "", tuple(ranks))
         if left_out:
-            text = f"with training.early_update no rack agent sums for {', '.join(left_out)}"
+            why = "early_update" if early else "backup_workers"
+            text = f"with training.{why} no rack agent sums for {', '.join(left_out)}"
             self._announce("warning", f"{text}: workers push directly to the servers")
         return racks
 
@@ -172,7 +174,8 @@ class LeaderViews:
         """
         settings = self.config.settings
         mode = settings.local_reduction
-        if settings.mode != "sync" or settings.early_update or settings.overlap == "double_buffer":
+        direct = settings.early_update or settings.backup_workers > 0
+        if settings.mode != "sync" or direct or settings.overlap == "double_buffer":
             return {}  # `on` is refused with these
         by_host: dict[str, list[int]] = {}
         for rank in ranks:

@@ -106,6 +106,7 @@ def make_plan(
         step=register.step, restore="" if register.step else settings.restore,
         coded_from=register.coded_from, coded_until=register.coded_until,
         mode=mode_of(settings), staleness=settings.staleness, scaling=settings.staleness_scaling,
+        backup=settings.backup_workers if mode_of(settings) == "sync" else 0,
     )  # fmt: skip
 
 

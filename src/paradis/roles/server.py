@@ -18,12 +18,12 @@ from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles import step_rules
 from paradis.roles.held import HeldGroup, HeldShard, parameter_present
-from paradis.roles.server_early import ServerEarly
+from paradis.roles.server_quorum import ServerQuorum
 from paradis.roles.server_stale import StaleSteps
 from paradis.wire import messages as msg
 
 
-class ServerRole(ServerEarly, StaleSteps):
+class ServerRole(ServerQuorum, StaleSteps):
     """Pure state machine of one server.
 
     Args:
@@ -103,6 +103,7 @@ class ServerRole(ServerEarly, StaleSteps):
         mine = [s for s in plan.shards if s.server == self.node]
         if self.adopt_plan(plan, mine):
             self.open_stale(plan)
+            self.open_quorum(plan)
             if plan.coded_from == plan.step:
                 self._out.append(fx.BeginCodes(plan.group, plan.options))
             for shard in mine if plan.restore else ():
@@ -124,6 +125,10 @@ class ServerRole(ServerEarly, StaleSteps):
                     self._on_commit(event.source, message, now_ns)
             case msg.Begin():
                 self._on_begin(message)
+            case msg.Quorum():
+                self._on_word(message)
+            case msg.Holding():
+                self._on_holding(message)
             case msg.Assign():
                 self._on_assign(event, message)
             case msg.Pull():
@@ -141,6 +146,8 @@ class ServerRole(ServerEarly, StaleSteps):
         self, source: NodeId, message: msg.Commit | msg.NormRequest, now_ns: int
     ) -> None:
         group = self.groups.get(message.group)
+        if isinstance(message, msg.Commit) and self._late_or_again(source, message, group):
+            return
         if group is None or message.step != group.step:
             if group is not None:
                 self._confirm_again(source, message, group)
@@ -175,7 +182,7 @@ class ServerRole(ServerEarly, StaleSteps):
         if group.stale is not None:
             self.go_on_all(group)
             return
-        if not group.verdict and self.everybody(group, group.commits) and group.commits:
+        if not group.verdict and self._may_judge(group):
             self._judge(group)
         # Backwards through the admission order: backward ends where the next forward begins.
         for shard in sorted(group.shards.values(), key=lambda s: -s.plan.priority):
@@ -247,6 +254,8 @@ class ServerRole(ServerEarly, StaleSteps):
         """Sum, apply or finish a shard as far as it can go."""
         if shard.passive or shard.applying or self.view is None or not shard.initialized:
             return
+        if group.quorum is not None and group.quorum.word is None:
+            return  # it is not known whose gradients count
         current = shard.version == group.step
         members = self.members(group) if current else self.view.members
         expected = self.sum_if_complete(group, shard, self.tree(members), len(members))
@@ -356,8 +365,12 @@ class ServerRole(ServerEarly, StaleSteps):
         table = group.commits or group.norms
         missing = [r for r in self.members(group) if r not in table]
         waited_ns = now_ns - group.since_ns
-        if missing and waited_ns >= self.warning_ns:
+        text = ""
+        if missing:
             text = step_rules.sync_timeout_text(self.node, group, missing, waited_ns)
+        elif lacking := self.lacking(group):
+            text = step_rules.transfer_timeout_text(self.node, group, lacking, waited_ns)
+        if text and waited_ns >= self.warning_ns:
             if waited_ns >= self.timeout_ns:
                 self._refuse(group, "DeadlineExceeded", text + "; giving up")
                 return

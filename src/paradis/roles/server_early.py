@@ -105,6 +105,10 @@ class ServerEarly(ServerValues):
                     return step_rules.early_refusal_text(group.step, text)
         return ""
 
+    def _may_judge(self, group: HeldGroup) -> bool:
+        """Whether all whose commits count have committed."""
+        return self.everybody(group, group.commits) and bool(group.commits)
+
     # ----------------------------------------------------------------- its end
 
     def _end_step(self, group: HeldGroup) -> None:

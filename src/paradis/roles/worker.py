@@ -15,13 +15,13 @@ from paradis.core.flow import ASSIGN, Outbox
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.worker_early import WorkerEarly
+from paradis.roles.worker_quorum import WorkerQuorum
 from paradis.roles.worker_sharing import WorkerSharing
-from paradis.roles.worker_state import Group, Shard, WorkerConfig
+from paradis.roles.worker_state import Group, Shard, WorkerConfig, choosing_server
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerSharing, WorkerEarly):
+class WorkerRole(WorkerSharing, WorkerQuorum):
     """Pure state machine of one worker process.
 
     Args:
@@ -47,7 +47,8 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 self._on_control(event.message)
             case ev.Received():
                 # Others' repeated commits bring requests, too: those are no answer to this worker.
-                self._heard = self._heard or not isinstance(event.message, msg.Resend)
+                asks = isinstance(event.message, msg.Resend | msg.Quorum)
+                self._heard = self._heard or not asks
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -188,6 +189,7 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             group.coded_steps = CodedSteps(plan.coded_from, plan.coded_until)
             if plan.window_steps:
                 group.meter = StepMeter(plan.settle_steps, plan.window_steps)
+            group.backup, group.chooser = plan.backup, choosing_server(plan)
         for shard in plan.shards:
             through = agent and not shard.is_buffer and not shard.codec
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
@@ -228,6 +230,10 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 self._on_refusal(group, message)
             case msg.Confirmed():
                 self._on_confirmed(group, event.source, message)
+            case msg.Quorum():
+                self._on_word(group, event.source, message)
+            case msg.Late():
+                self._on_late(group, message)
         self._release(event)
 
     def _finish_if_done(self, group: Group) -> None:
@@ -235,6 +241,7 @@ class WorkerRole(WorkerSharing, WorkerEarly):
             return
         found_inf = group.found_inf
         group.next_step()
+        self._say_held(group)
         for checkpoint, step in group.copies.items():
             if step == group.step:
                 self._out.append(fx.Copy(group.index, checkpoint, step))
@@ -257,6 +264,7 @@ class WorkerRole(WorkerSharing, WorkerEarly):
                 self._begin_again(group, peer)
             if group.closed and group.busy:
                 self._send_commit(group, only=peer)
+                self._carry_word(group, only=peer)
             self._pull(group, only=peer)
             self._pull_state(group, only=peer)
             if group.snapshot is not None:

@@ -8,7 +8,7 @@ import msgspec
 
 from paradis.core.benefit import StepMeter
 from paradis.core.codes import CodedSteps
-from paradis.wire.messages import CheckpointInfo, Plan, ShardPlan, StepCommit, Update
+from paradis.wire.messages import CheckpointInfo, Plan, Quorum, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                  "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
@@ -33,6 +33,12 @@ def push_bytes(plan: ShardPlan, *, coded: bool) -> int:
     if coded and plan.codec:
         return plan.code_bytes
     return plan.length * ELEMENT_BYTES[plan.dtype]
+
+
+def choosing_server(plan: Plan) -> str:
+    """Return the server that chooses who makes a step: it has the first shard with gradients."""
+    shards = [s for s in plan.shards if not s.is_buffer and s.length]
+    return min(shards, key=lambda s: s.shard).server if shards else ""
 
 
 def shard_sizes(plan: Plan) -> dict[int, int]:
@@ -157,6 +163,12 @@ class Group:
         confirming: servers that have not said that the step is confirmed.
         clocked: each worker has its own clock (modes ``ssp`` and ``async``): a step is answered
             with whatever version its shards have then.
+        backup: workers that a step does without; then ``chooser`` is the server that chooses.
+        word: who makes the present step, once that is known, of a step that this worker makes.
+        let_in: version to go on with in place of a step that was made without this worker, until
+            that is begun; -1: none.
+        catching: the values of that version are being fetched.
+        closed_steps: how often ``step()`` was called; ``late_steps``: how often it was late.
     """
 
     index: int
@@ -175,6 +187,13 @@ class Group:
     pull_round: int = 0
     state_round: int = 0
     clocked: bool = False
+    backup: int = 0
+    chooser: str = ""
+    word: Quorum | None = None
+    let_in: int = -1
+    catching: bool = False
+    closed_steps: int = 0
+    late_steps: int = 0
     snapshot: CheckpointInfo | None = None
     copies: dict[str, int] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
@@ -208,13 +227,13 @@ class Group:
         """All updates are installed: the next step begins."""
         self.step += 1
         self.closed = self.committed = False
-        self.commit = self.begun = None
+        self.commit = self.begun = self.word = None
         self.missed = {}
         for shard in self.shards.values():
             shard.reset()
             shard.alone = shard.detour = shard.alone_at == self.step and shard.owner >= 0
         self.resize()
-        self._reorder()
+        self.reorder()
 
     @property
     def coded(self) -> bool:
@@ -226,7 +245,7 @@ class Group:
         for shard in self.shards.values():
             shard.nbytes = push_bytes(shard.plan, coded=self.coded)
 
-    def _reorder(self) -> None:
+    def reorder(self) -> None:
         """Take over the admission order that came with the updates, on all workers at once."""
         for shard in self.shards.values():
             if shard.next_priority not in (-1, shard.plan.priority):

@@ -21,6 +21,7 @@ from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.shard_store import split_sections
 from paradis.storage.checkpoint import Section
 from paradis.wire.messages import ShardPlan
 
@@ -148,6 +149,21 @@ class ShardMemory:
         with self.lock:
             self.coder.install(code, values, present, options)
             self.coder.keep()
+
+    def take(self, data: torch.Tensor, keys: Sequence[str], dtypes: Sequence[str]) -> None:
+        """Go on with what codes start from at another version; what they have left out stays.
+
+        Args:
+            data: (nbytes,) uint8, columns over the shard in the order of ``keys``. Copied.
+        """
+        assert self.coder is not None
+        columns = split_sections(data, self.plan, keys, dtypes)
+        memories = {
+            key: [column[s.start : s.start + s.length] for s in self.plan.segments]
+            for key, column in columns.items()
+        }
+        with self.lock:
+            self.coder.load_memories({**self.coder.own(), **memories})
 
     def sections(self, rank: int) -> list[Section]:
         """Return copies of what codes have left out, as they are in a checkpoint."""

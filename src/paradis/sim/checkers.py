@@ -356,6 +356,10 @@ class Checkers:
         self._ahead.confirmed(group, step)
         self.codes.stepped(worker, group, step)
 
+    def refunding(self, worker: SimWorker, effect: fx.Refund) -> None:
+        """A worker takes a step back that was made without it."""
+        demand(False, self, f"{worker.node} was late where everybody is waited for")
+
     def norms(self, key: tuple[int, int, int], squares: dict[int, float]) -> None:
         """A worker got a norm."""
         self._norms.answer(key, squares)

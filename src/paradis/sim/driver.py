@@ -27,6 +27,7 @@ from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.quorum_checks import QuorumCheckers
 from paradis.sim.stale_checks import StaleCheckers
 from paradis.sim.worker import SimWorker, register_worker
 from paradis.sim.workloads import Reference, Workload
@@ -87,7 +88,7 @@ class Simulation:
         self.network = Network(job, self.source)
         self.workload = Workload(job)
         self.reference = Reference()
-        self.checkers = Checkers(self) if job.mode == "sync" else StaleCheckers(self)
+        self.checkers = checkers_of(self)
         self.now = 0
         self.events = 0
         self.failures: list[str] = []
@@ -107,9 +108,12 @@ class Simulation:
         compression = "bf16" if job.coded else "none"
         settings = replace(
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
+            backup_workers=job.backup,
             early_update=job.early, compression=compression,
             compression_benefit="measured" if job.measured else "assumed",
         )  # fmt: skip
+        if job.backup:
+            settings = replace(settings, rack_aggregation="off")
         if job.hosts:  # a rack agent would take their place
             settings = replace(settings, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(
@@ -323,6 +327,13 @@ class Simulation:
         """Return where everybody stands."""
         workers = [n.waiting_for() for n in self.nodes.values() if isinstance(n, SimWorker)]
         return "; ".join(workers)
+
+
+def checkers_of(sim: Simulation) -> Checkers:
+    """Return what must hold in a job."""
+    if sim.job.mode != "sync":
+        return StaleCheckers(sim)
+    return QuorumCheckers(sim) if sim.job.backup else Checkers(sim)
 
 
 def describe(event: ev.Event) -> str:

@@ -122,6 +122,7 @@ class Job:
         measured: the leader measures what codes are good for, in short windows, and goes by it.
         early: servers may update before the workers have committed.
         mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
+        backup: workers that a step does without.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -150,6 +151,7 @@ class Job:
     mode: str = "sync"
     staleness: int = 1
     scaling: bool = False
+    backup: int = 0
     liveness_ns: int = 20_000 * MS
 
     @property

@@ -22,6 +22,9 @@ WORKLOADS = ("counting", "floats")
 MODES = ("ssp", "async")
 """Workloads in which workers do not wait for each other, counting or with floats by seed."""
 
+QUORUM = "quorum"
+"""Workload in which a step does without some workers."""
+
 _SIZES = (1, 3, 8, 20, 33, 40)
 
 
@@ -30,10 +33,12 @@ def scenario(seed: int, workload: str) -> Job:
 
     Args:
         seed: any number of at least 0.
-        workload: ``counting``, ``floats``, ``ssp`` or ``async``.
+        workload: ``counting``, ``floats``, ``ssp``, ``async`` or ``quorum``.
     """
     if workload in MODES:
         return _stale(seed, workload)
+    if workload == QUORUM:
+        return _quorum(seed)
     source = random.Random(seed * 2 + WORKLOADS.index(workload))
     racks_count = source.choice((0, 0, 2))
     workers = source.randint(2, 4) if racks_count else source.randint(1, 4)
@@ -122,6 +127,26 @@ def _stale(seed: int, mode: str) -> Job:
         habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
         early=False, coded=False, coded_late=False, changes=(), measured=False, hosts=(),
         faults=tuple(f for f in job.faults if f.kind != "sever"),
+    )  # fmt: skip
+
+
+def _quorum(seed: int) -> Job:
+    """Return a job of workers of very different speed, of which some are not waited for.
+
+    Without what needs all workers at one step: norms, and parts that are registered later.
+    """
+    source = random.Random(f"quorum {seed}")
+    job = scenario(seed, source.choice(WORKLOADS))
+    workers = max(2, job.workers)
+    slow = {f"worker-{r}": source.choice((1.0, 1.0, 3.0, 10.0, 40.0)) for r in range(workers)}
+    models = tuple(replace(m, parts=m.parts[:1]) for m in job.models)
+    return replace(
+        job, workers=workers, models=models, slow=slow, steps=job.steps + source.randint(1, 5),
+        backup=source.randint(1, workers - 1),
+        racks=(0,) * workers, dispatchers=1, tree=tuple(g for g in job.tree if g),
+        habits=replace(job.habits, norm=0.0, look=0.0), early=False, hosts=(),
+        leaves={source.randrange(workers): 2} if source.random() < 0.25 else {},
+        faults=_faults(source, workers, job.servers, ()),
     )  # fmt: skip
 
 
@@ -247,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the trace of one seed and how it ended."""
     parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
-    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES), default="counting")
+    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES, QUORUM), default="counting")
     parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
     options = parser.parse_args(arguments)
     out = sys.stdout

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,8 @@ from paradis.ids import LEADER
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
-from paradis.sim.job import MS, Model
+from paradis.sim.job import MS
+from paradis.sim.tensors import Tensors, specs
 from paradis.sim.workloads import RATE, Record
 from paradis.wire import messages as msg
 
@@ -32,48 +32,6 @@ Wait = tuple[int, str] | int
 """What a script yields: (group, what) to wait for a completion, or nanoseconds to sleep."""
 
 Steps = Generator[Wait, fx.Complete | None, None]
-
-
-@dataclass(slots=True)
-class Tensors:
-    """A worker's tensors of one group, as flat shards.
-
-    Attributes:
-        changes: shard -> how often its gradient was written; ``handed``: that number when the
-            role was told of it last in this step.
-        present: parameters with a gradient.
-    """
-
-    plans: dict[int, msg.ShardPlan] = field(default_factory=dict)
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    changes: dict[int, int] = field(default_factory=dict)
-    handed: dict[int, int] = field(default_factory=dict)
-    present: dict[int, None] = field(default_factory=dict)
-
-    def active(self) -> list[msg.ShardPlan]:
-        """Return the shards that take gradients, in admission order."""
-        plans = [p for p in self.plans.values() if not p.is_buffer and p.length]
-        return sorted(plans, key=lambda p: p.priority)
-
-    def holds(self, plan: msg.ShardPlan) -> bool:
-        """Whether some parameter of the shard has a gradient."""
-        return any(s.parameter in self.present for s in plan.segments)
-
-
-def specs(model: Model, part: int, dtype: str) -> tuple[msg.ParameterSpec, ...]:
-    """Return what a part registers."""
-    found = [
-        msg.ParameterSpec(name=f"p{part}.{i}", shape=(n,), dtype=dtype, options_group=0)
-        for i, n in enumerate(model.parts[part])
-    ]
-    if part == 0 and model.buffer:
-        found.append(
-            msg.ParameterSpec(
-                name="buffer", shape=(model.buffer,), dtype=dtype, options_group=-1, trainable=False
-            )
-        )
-    return tuple(found)
 
 
 class Script:
@@ -91,6 +49,7 @@ class Script:
         self.habits = self.job.habits
         self.source = source
         self.step = 0
+        self.steps: dict[int, int] = {}
         self.tensors: dict[int, Tensors] = {}
         self.options: list[msg.Options] = [{"lr": RATE}]
 
@@ -111,6 +70,9 @@ class Script:
         """Train."""
         for group, _ in enumerate(self.job.models):
             yield from self._register(group, 0)
+        if self.job.backup:
+            yield from self._run_by_group()
+            return
         end = self.job.leaves.get(self.rank, self.job.steps)
         for step in range(self.job.steps):
             self.step = step
@@ -139,6 +101,17 @@ class Script:
                 for group in range(len(self.job.models)):
                     told = msg.Freeze(group=group, step=change.step, until=change.until)
                     sim.at(at, self.worker, ev.Received(LEADER, told))
+
+    def _run_by_group(self) -> Steps:
+        """Train where a late step makes the count of a group's steps jump."""
+        end = self.job.leaves.get(self.rank, self.job.steps)
+        groups = range(len(self.job.models))
+        while any(self.steps.get(g, 0) < end for g in groups):
+            for group in groups:
+                self.step = self.steps.get(group, 0)
+                if self.step < end:
+                    yield from self._iterate(group)
+        self.worker.tell(ev.LeaveAsked())
 
     def _register(self, group: int, part: int) -> Steps:
         """Register a part; the lowest worker there assigns its values, the others pull them."""
@@ -346,7 +319,8 @@ class Script:
         self.worker.closing = None
         assert done is not None
         self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
-        self.worker.check_values(group, self.step + 1)
+        self.steps[group] = done.step
+        self.worker.check_values(group, done.step)
 
     def _order(self, group: int) -> tuple[int, ...]:
         """Sometimes the lowest rank has learnt another admission order in its first step."""
@@ -370,7 +344,7 @@ class Script:
     def _between(self, group: int) -> Steps:
         """Look at values or state between steps; worker 0 may save."""
         mine = self.tensors[group]
-        version = self.step + 1
+        version = self.steps[group]
         if self.chance(self.habits.look):
             whole = self.chance(0.5)
             asked = [p for p in mine.plans.values() if p.length] if whole else mine.active()
@@ -391,7 +365,9 @@ class Script:
                 step=version,
                 options=self.options,
                 extra={},
-                workers=self.worker.role.members() if self.job.coded else (),
+                workers=self.worker.role.members()
+                if self.job.coded and not self.job.backup
+                else (),
             )
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))

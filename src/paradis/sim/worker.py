@@ -71,6 +71,10 @@ class SimWorker(SimNode):
                 self.sim.checkers.installing(self, effect, data)
                 value.copy_(data)
                 self.memory.release(effect.lease)
+            case fx.Refund():
+                self.sim.checkers.refunding(self, effect)
+            case fx.TakeMemories():
+                self.memory.release(effect.lease)
             case fx.OpenHostGroup():
                 self.sharing = SimSharing(self, effect.ranks)
             case fx.CloseHostGroup() | fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():

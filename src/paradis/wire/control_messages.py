@@ -103,6 +103,7 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         mode: ``sync``; or ``ssp``, ``async``, where each worker's gradient is an update by itself.
         staleness: of ``ssp``: how many steps a worker may be ahead of the slowest, at least 1.
         scaling: the learning rate of an update is divided by its staleness.
+        backup: of ``sync``: workers that a step does without.
     """
 
     generation: int
@@ -122,6 +123,7 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     mode: str = "sync"
     staleness: int = 0
     scaling: bool = False
+    backup: int = 0
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):

@@ -270,14 +270,22 @@ class Norms(DataMessage, frozen=True, kw_only=True):
 
 
 class Snapshot(DataMessage, frozen=True, kw_only=True):
-    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint."""
+    """Worker 0 -> server: copy all shards of the group at ``version`` for a checkpoint.
+
+    Attributes:
+        sequence: 1: not yet; with backup workers the choosing server says which version.
+    """
 
     KIND: ClassVar[int] = 16
     checkpoint: str
 
 
 class SnapshotAck(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker 0: copied; training may go on while the files are written."""
+    """Server -> worker 0: copied; training may go on while the files are written.
+
+    Attributes:
+        sequence: 1: not copied yet; the checkpoint will be of ``version``.
+    """
 
     KIND: ClassVar[int] = 17
     checkpoint: str
@@ -327,8 +335,38 @@ class Confirmed(DataMessage, frozen=True, kw_only=True):
     coded_until: int = -1
 
 
+class Quorum(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker, worker -> server: who makes ``step``.
+
+    Sent with ``training.backup_workers`` only. Servers have no links to each other, so the members
+    carry it. A server that waits for a holder's `Holding` asks for it by the same message.
+
+    Attributes:
+        members: ranks whose mean the update is.
+        holders: ranks that must have the version ``step`` before it is overwritten.
+        saving: checkpoint to copy the version ``step`` for before it is overwritten, or empty.
+    """
+
+    KIND: ClassVar[int] = 22
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+    saving: str = ""
+
+
+class Late(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker: ``step`` was made without you; go on with ``version``, whole."""
+
+    KIND: ClassVar[int] = 23
+
+
+class Holding(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: I have all your shards at ``version``: overwrite it when you like."""
+
+    KIND: ClassVar[int] = 24
+
+
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
-    Begin, Confirmed,
+    Begin, Confirmed, Quorum, Late, Holding,
 )  # fmt: skip
