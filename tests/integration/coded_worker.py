@@ -130,10 +130,10 @@ class Twin:
             worker.encode([flat], code, options)
             self.server.add(code, total, first=not rank)
         self.server.update(total.div_(len(flats)), self.optimizer, [True], options)
-        for worker in self.workers:
+        for worker, flat in zip(self.workers, flats, strict=True):
             copy = self.held.clone()
+            worker.keep([flat])
             worker.install(self.server.code, [copy], [True], options)
-            worker.keep()
         self.held = copy
 
 

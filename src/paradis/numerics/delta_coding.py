@@ -76,7 +76,7 @@ class DeltaWorker(WorkerCoder):
         self._next[index] = room
         return room
 
-    def keep(self) -> None:
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """The step counts; see `WorkerCoder.keep`."""
         for index, error in enumerate(self._next):
             if error is not None:

@@ -71,7 +71,10 @@ class HeldValue:
     ) -> tuple[tuple[str, ...], tuple[str, ...], Scalars, list[memoryview]]:
         """Return what workers' coders start from, as it travels: keys, dtypes, {}, buffers."""
         keys, dtypes, buffers = [], [], []
-        for key, tensors in sorted(self.ready_coder().start().items()):
+        start = self.ready_coder().start()
+        # Large elements first: each section starts at a multiple of its own.
+        for key in sorted(start, key=lambda key: (-start[key][0].itemsize, key)):
+            tensors = start[key]
             column = torch.zeros(self.plan.length, dtype=tensors[0].dtype)
             for segment, tensor in zip(self.plan.segments, tensors, strict=True):
                 column[segment.start : segment.start + segment.length] = tensor
