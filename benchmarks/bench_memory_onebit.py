@@ -9,8 +9,8 @@ node ``peak`` (the highest resident set within the phase) and ``now`` (at its en
 proportional set where the kernel tells it); medians of ``--rounds`` pairs. Linux only: reads and
 resets /proc/PID.
 
-Phases: ``full``, steps in full before the freeze; ``freeze``, the first step that travels as codes
-and the fetch before it; ``coded``, the steps after it. Gradients are cleared before each backward,
+Phases: ``full``, steps in full before the freeze; ``freeze``, the last of
+them, the fetch of what codes start from and the first step that travels as codes; ``coded``, the steps after it. Gradients are cleared before each backward,
 as scripts do.
 """
 
@@ -58,9 +58,9 @@ def train(steps):
             (p * p).sum().backward()
         optimizer.step()
 phase("begin")
-train(freeze)
+train(freeze - 1)
 phase("full")
-train(1)
+train(2)
 phase("freeze")
 train(3)
 phase("coded")
@@ -181,9 +181,7 @@ def main() -> None:
         for phase in PHASES
     }
     base = {
-        phase: {
-            node: round(each["peak"] / MEBIBYTE) for node, each in fixed[phase].items()
-        }
+        phase: {node: round(each["peak"] / MEBIBYTE) for node, each in fixed[phase].items()}
         for phase in PHASES
     }
     print(json.dumps(

@@ -144,9 +144,7 @@ class FrozenShard:
 
     def _blend(self, segment: int, numbers: torch.Tensor, beta: float | None) -> Blend:
         momentum = None if beta is None else self._momenta[segment]
-        return Blend(
-            numbers, self._errors[segment], momentum, beta or 0.0, self.masks[segment]
-        )
+        return Blend(numbers, self._errors[segment], momentum, beta or 0.0, self.masks[segment])
 
     def _refuse(self) -> NoReturn:
         raise LocalProtocolError(

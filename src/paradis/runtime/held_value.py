@@ -11,12 +11,15 @@ from paradis.numerics.codecs.freeze import bias_corrected
 from paradis.numerics.coding import ServerCoder
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
+from paradis.runtime.pages import Returns
 from paradis.wire.messages import Options, ParameterSpec, ShardPlan
 
 Scalars = dict[int, dict[str, float]]
 
 _TAKES_OVER = ("onebit", "onebit-tensor")
 """Codecs whose coders need the optimizer's state no more once they have begun: two models less."""
+
+_RETURNS = Returns()
 
 MEMORY = "."
 """In a checkpoint, between a codec's name and that of its memory; no state of torch has it."""
@@ -50,8 +53,11 @@ class HeldValue:
             states = [self.optimizer.state(i) for i in range(len(self.segments))]
             self.coder.begin(states, options)
             if self.plan.codec in _TAKES_OVER:
+                held = self.optimizer.state_bytes()
                 for index in range(len(self.segments)):
                     self.optimizer.load_state(index, {}, {})
+                del states
+                _RETURNS.freed(held)
         return self.coder
 
     def norms_of_v(self) -> dict[int, float]:
