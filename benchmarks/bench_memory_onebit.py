@@ -9,9 +9,9 @@ node ``peak`` (the highest resident set within the phase) and ``now`` (at its en
 proportional set where the kernel tells it); medians of ``--rounds`` pairs. Linux only: reads and
 resets /proc/PID.
 
-Phases: ``full``, steps in full before the freeze; ``freeze``, the last of
-them, the fetch of what codes start from and the first step that travels as codes; ``coded``, the steps after it. Gradients are cleared before each backward,
-as scripts do.
+Phases: ``full``, steps in full before the freeze; ``freeze``, the last of them, the fetch of what
+codes start from, and the first step that travels as codes; ``coded``, the steps after it. Gradients
+are cleared before each backward, as scripts do.
 """
 
 from __future__ import annotations

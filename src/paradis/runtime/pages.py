@@ -37,7 +37,7 @@ def allocate(nbytes: int) -> torch.Tensor:
 class Returns:
     """Gives memory that was freed back to the system, now and then: the C library keeps it.
 
-    A thread's blocks are used again by that thread alone, so what one has freed is no use to others.
+    What a thread has freed is used again by that thread alone.
 
     Args:
         every_bytes: freed memory that is worth the call, which looks at every free block.
