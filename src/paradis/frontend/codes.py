@@ -23,7 +23,7 @@ from paradis.wire.messages import Options
 if TYPE_CHECKING:
     from paradis.frontend.binding import Binding
 
-_BATCH = 4
+_BATCH = 8
 """Shards whose memories are fetched at a time, which bounds what is held twice."""
 
 
