@@ -1,6 +1,6 @@
 """Peak memory of workers and servers of 1-bit Adam: before, at and after its freeze.
 
-    python benchmarks/bench_memory_onebit.py [--mebibytes 100] [--workers 2] [--servers 2]
+    python benchmarks/bench_memory_onebit.py [--mebibytes 200] [--base 100] [--rounds 3]
 
 Each figure is a difference between two jobs, one with a model of ``--base`` MiB and one that is
 ``--mebibytes`` larger, divided by the latter: so it is in *models*, and what every process holds
@@ -28,8 +28,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench_memory import server_pids
+
 PHASES = ("full", "freeze", "coded")
 MEBIBYTE = 1 << 20
+STORE = "32MiB"
+"""Small, so that both jobs fill it: it is in neither figure."""
+
 _LOOK_S = 0.02
 _DEADLINE_S = 600.0
 
@@ -83,17 +88,6 @@ def reset(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def server_pids(launcher: int) -> dict[str, int]:
-    """Return the servers that a launcher started."""
-    found = {}
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    for pid in map(int, children):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if "server" in words:
-            found[f"server-{words[words.index('--index') + 1]}"] = pid
-    return found
-
-
 def wait_for(paths: list[Path], process: subprocess.Popen[str]) -> None:
     """Wait until all files are there.
 
@@ -116,7 +110,7 @@ def measure(mebibytes: int, arguments: argparse.Namespace) -> dict[str, dict[str
         (directory / "train.py").write_text(TRAIN)
         command = [sys.executable, "-m", "paradis.cli.main", "run"]
         command += ["--workers", str(arguments.workers), "--servers", str(arguments.servers)]
-        for setting in arguments.set:
+        for setting in (f"communication.contribution_store={STORE}", *arguments.set):
             command += ["--set", setting]
         command += [str(directory / "train.py"), str(mebibytes), name]
         with subprocess.Popen(
@@ -157,8 +151,8 @@ def in_models(small: Any, large: Any, arguments: argparse.Namespace) -> Any:
 def main() -> None:
     """Measure pairs of jobs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--mebibytes", type=int, default=100)
-    parser.add_argument("--base", type=int, default=60)
+    parser.add_argument("--mebibytes", type=int, default=200)
+    parser.add_argument("--base", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)

@@ -66,8 +66,8 @@ def test_what_codes_start_from_travels_in_sections(length: int) -> None:
     spec = ParameterSpec(name="w", shape=(length,), dtype="float32", options_group=0)
     options = {"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     plan = Plan(
-        generation=1, group=0, part=0, first_parameter=0, parameters=(spec,), optimizer="OneBitAdam",
-        options=[options], shards=(shard,), step=0, coded_from=1,
+        generation=1, group=0, part=0, first_parameter=0, parameters=(spec,),
+        optimizer="OneBitAdam", options=[options], shards=(shard,), step=0, coded_from=1,
     )  # fmt: skip
     store = ShardStore()
     store.open(plan, (shard,))
