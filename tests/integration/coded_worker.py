@@ -160,6 +160,8 @@ def main() -> None:
         backward(model, step, rank)
         optimizer.step()
         optimizer.wait()
+        if optimizer._binding.memory.gradients():
+            failures.append(f"step {step}: a gradient is held after its update")
         after = optimizer.metrics()
         keys = ("push_bytes", "pull_bytes")
         sent, received = (after.get(k, 0.0) - before.get(k, 0.0) for k in keys)

@@ -270,8 +270,7 @@ class WorkerNode(Node):
                 view[:] = data[start : start + len(view)]
                 start += len(view)
             self.arena.release(effect.lease)
-        if effect.version > self.worker_role.groups[effect.group].step:  # else it was asked for
-            memory.let_go(effect.shard)
+        memory.let_go(effect.shard)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
         self.counters.add(pull_bytes=nbytes)
