@@ -142,10 +142,10 @@ class Twin:
             worker.encode([flat], code, options)
             self.server.add(code, total, first=not rank)
         self.server.update(total.div_(len(flats)), self.optimizer, [True], options)
-        for worker in self.workers:
+        for worker, flat in zip(self.workers, flats, strict=True):
             copy = self.held.clone()
+            worker.keep([flat])
             worker.install(self.server.code, [copy], [True], options)
-            worker.keep()
         self.held = copy
 
     def step_in_full(self, flats: list[torch.Tensor | None], options: Any) -> None:
@@ -191,6 +191,8 @@ def main() -> None:
         backward(model, step, rank)
         optimizer.step()
         optimizer.wait()
+        if optimizer._binding.memory.gradients():
+            failures.append(f"step {step}: a gradient is held after its update")
         after = optimizer.metrics()
         keys = ("push_bytes", "pull_bytes")
         sent, received = (after.get(k, 0.0) - before.get(k, 0.0) for k in keys)

@@ -14,6 +14,7 @@ from paradis.errors import ConfigError
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
 from paradis.roles import events as ev
+from paradis.runtime.pages import give_back
 from paradis.runtime.shard_store import split_sections
 from paradis.runtime.worker_memory import ShardMemory, own_key
 from paradis.storage.checkpoint import PieceReader
@@ -23,7 +24,7 @@ from paradis.wire.messages import Options, Register
 if TYPE_CHECKING:
     from paradis.frontend.binding import Binding
 
-_BATCH = 16
+_BATCH = 8
 """Shards whose memories are fetched at a time, which bounds what is held twice."""
 
 
@@ -222,6 +223,8 @@ class Codes:
         frozen = [s for s, m in shards.items() if m.plan.codec.startswith("onebit")]
         for start in range(0, len(frozen), _BATCH):
             self._fetch(tuple(frozen[start : start + _BATCH]))
+        if frozen:
+            give_back()
         restored = binding.session.settings.restore
         if shards and restored and binding.steps_done == binding.steps_before:
             self._take_own(shards.values())

@@ -74,7 +74,8 @@ class WorkerCoder(ABC):
 
         Args:
             gradients: per segment (length,) of the value's dtype, or None where the parameter has
-                none: its code is zero bytes, which decode as zeros, and its memory stays.
+                none: its code is zero bytes, which decode as zeros, and its memory stays. `keep`
+                wants them again.
             code: (code_bytes,) uint8, written in place.
             options: hyper-parameters of this step.
 
@@ -100,8 +101,13 @@ class WorkerCoder(ABC):
         raise AssertionError(f"{type(self).__name__} carries nothing")  # pragma: no cover
 
     @abstractmethod
-    def keep(self) -> None:
-        """The step of the last `encode` was applied: its memories count from now on."""
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The step of the last `encode` was applied: its memories count. `install` comes next.
+
+        Args:
+            gradients: those of the last `encode`, with the same numbers; not needed where nothing
+                was encoded.
+        """
 
     @abstractmethod
     def forget(self) -> None:
@@ -112,7 +118,7 @@ class WorkerCoder(ABC):
         self, code: torch.Tensor, values: Sequence[torch.Tensor], present: Sequence[bool],
         options: Options,
     ) -> None:  # fmt: skip
-        """Bring the values to the next version.
+        """Bring the values to the next version, after `keep` where this worker's code counts.
 
         Args:
             code: (code_bytes,) uint8, the server's answer. Not modified, not kept.

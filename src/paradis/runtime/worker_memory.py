@@ -38,7 +38,7 @@ class ShardMemory:
         state: optimizer state sections to send along with the value: key -> bytes.
         coder: where the plan names a codec.
         lock: held while the coder's memories change or are copied.
-        flats: per segment the gradient of the whole tensor, to be coded; kept until the next one.
+        flats: per segment the gradient of the whole tensor; kept until the update is in.
         landing: memory for a value that is not to be seen yet, or None where there is none.
         landed: it holds the next value.
     """
@@ -120,18 +120,19 @@ class ShardMemory:
             self.coder.forget()
             made.zero_()
         else:
-            segments = self.plan.segments
-            gradients = [
-                None if flat is None else flat[s.offset : s.offset + s.length]
-                for flat, s in zip(self.flats, segments, strict=True)
-            ]
             with self.lock:
                 if coded:
-                    self.coder.encode(gradients, made, options)
+                    self.coder.encode(self._gradients(), made, options)
                 else:
-                    parts = [made[s.start : s.start + s.length] for s in segments]
-                    self.coder.encode_in_full(gradients, parts)
+                    parts = [made[s.start : s.start + s.length] for s in self.plan.segments]
+                    self.coder.encode_in_full(self._gradients(), parts)
         self.gradient = [as_bytes(made)]
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [
+            None if flat is None else flat[s.offset : s.offset + s.length]
+            for flat, s in zip(self.flats, self.plan.segments, strict=False)
+        ]
 
     def step(self, code: torch.Tensor, present: Sequence[bool], options: Options) -> None:
         """Bring the tensors to the next version by the code of an update.
@@ -147,8 +148,12 @@ class ShardMemory:
             for t, s in zip(self.tensors, self.plan.segments, strict=True)
         ]
         with self.lock:
+            self.coder.keep(self._gradients())
             self.coder.install(code, values, present, options)
-            self.coder.keep()
+
+    def let_go(self) -> None:
+        """The gradient is not needed any more: whether its memory goes is the script's affair."""
+        self.gradient, self.flats = [], ()
 
     def take(self, data: torch.Tensor, keys: Sequence[str], dtypes: Sequence[str]) -> None:
         """Go on with what codes start from at another version; what they have left out stays.
@@ -247,9 +252,10 @@ class GroupMemory:
 
     def _bytes_of(self, gradient: torch.Tensor) -> memoryview:
         """Return a gradient's bytes; the shards of one tensor come one after the other."""
-        if self._last is None or self._last[0] is not gradient:
-            self._last = (gradient, as_bytes(gradient))
-        return self._last[1]
+        last = self._last
+        if last is None or last[0] is not gradient:
+            last = self._last = (gradient, as_bytes(gradient))
+        return last[1]
 
     def set_gradient(self, shard: int, gradients: list[torch.Tensor | None]) -> None:
         """Say what a shard's gradient is; the tensors are borrowed until the step is done.
@@ -258,8 +264,8 @@ class GroupMemory:
             gradients: per segment the flat gradient of the whole tensor, or None for zeros.
         """
         memory = self.shards[shard]
+        memory.flats = tuple(gradients)
         if self.codes(shard):
-            memory.flats = tuple(gradients)
             return
         size = memory.tensors[0].dtype.itemsize
         sources = [
@@ -267,6 +273,15 @@ class GroupMemory:
             for t, g in zip(memory.tensors, gradients, strict=True)
         ]
         memory.gradient = memory.assemble(sources, size)
+
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Return tensor -> flat gradient, lent, of what was handed over and has no update yet."""
+        return {
+            segment.parameter: flat
+            for memory in self.shards.values()
+            for segment, flat in zip(memory.plan.segments, memory.flats, strict=False)
+            if flat is not None
+        }
 
     def codes(self, shard: int) -> bool:
         """Whether a coder makes what travels of the shard's gradient in the present step.
@@ -283,9 +298,15 @@ class GroupMemory:
             with memory.lock:
                 memory.coder.forget()
 
+    def let_go(self, shard: int) -> None:
+        """A shard has the update that its gradient was handed over for."""
+        self._last = None
+        self.shards[shard].let_go()
+
     def kept(self, shard: int) -> None:
         """The shard's next value is the one it has: the step did not count for it."""
         self.forget(shard)
+        self.let_go(shard)
         if self.detect_changes:  # what the script changed is known to the servers now
             self.shards[shard].digests = self.shards[shard].digest()
         self.arrived(shard)

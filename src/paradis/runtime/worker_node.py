@@ -278,6 +278,7 @@ class WorkerNode(Node):
                 view[:] = data[start : start + len(view)]
                 start += len(view)
             self.arena.release(effect.lease)
+        memory.let_go(effect.shard)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
         self.counters.add(pull_bytes=nbytes)
