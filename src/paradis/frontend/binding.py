@@ -73,12 +73,10 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
-        self.early = EarlyUpdates.where_on(
-            session, self.group, self.memory, self._present_options
-        )
+        self.early = EarlyUpdates.where_on(session, self)
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
-            self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
+            self.memory, self._hand_over, self.present_options, timeout_s=self._timeout_s
         )
         self.codes = Codes(self)
         self.flight = Flight(
@@ -158,7 +156,8 @@ class Binding:
         if self.session.alive:
             self.session.node.post(ev.ShardsReady(self.group, shards))
 
-    def _present_options(self) -> list[msg.Options]:
+    def present_options(self) -> list[msg.Options]:
+        """Return the hyper-parameters of each parameter group as they are now."""
         assert self.optimizer is not None
         return [options_of(group) for group in self.optimizer.param_groups]
 

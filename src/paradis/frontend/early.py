@@ -17,6 +17,7 @@ from paradis.runtime.worker_memory import GroupMemory
 from paradis.wire.messages import Options, StepCommit
 
 if TYPE_CHECKING:
+    from paradis.frontend.binding import Binding
     from paradis.frontend.session import Session
 
 _REMEDY = "or set training.early_update: false"
@@ -49,15 +50,13 @@ class EarlyUpdates:
         self.said: StepCommit | None = None
 
     @classmethod
-    def where_on(
-        cls, session: Session, group: int, memory: GroupMemory,
-        options: Callable[[], list[Options]],
-    ) -> EarlyUpdates | None:  # fmt: skip
-        """Return what a ``wrap`` call of the session needs, or None where they are off."""
+    def where_on(cls, session: Session, binding: Binding) -> EarlyUpdates | None:
+        """Return what a ``wrap`` call needs, or None where they are off."""
         if not session.settings.early_update:
             return None
         debug = session.settings.debug_gradients
-        return cls(group, memory, session.node.post, options, debug=debug)
+        options = binding.present_options
+        return cls(binding.group, binding.memory, session.node.post, options, debug=debug)
 
     def begin(self) -> None:
         """A gradient is about to be handed over; on the thread of backward."""
