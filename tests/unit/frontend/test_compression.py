@@ -134,7 +134,7 @@ def test_a_gradient_is_let_go_with_its_update(codec: str) -> None:
     memory.set_gradient(0, [gradient])
     assert list(memory.gradients()) == [0]
     if shard.coder is not None:
-        shard.encode(OPTIONS[0])
+        shard.encode(OPTIONS[0], coded=True)
         answer = torch.zeros(shard.coder.code_bytes, dtype=torch.uint8)
         shard.step(answer, [True], OPTIONS[0])
         assert bool(shard.coder.own()["error"][0].any()), "its code counts"
