@@ -2,7 +2,8 @@
 
 Each method trains ``examples/train_lm.py`` with the same seeds, steps, batches and learning rates,
 by ``paradis run``. Prints JSON: held-out bits per byte of each seed, their mean as a ratio to
-AdamW's; and draws the training losses, smoothed over 20 steps, mean of the seeds.
+AdamW's; and draws the training losses, smoothed over 20 steps, mean of the seeds. What ``--runs``
+has from an earlier call with the same options is not trained again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
 
 METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "AdamW": ((), ()),
-    "AdamW, int8": (("training.compression=int8",), ()),
+    "AdamW, int8": (("training.compression=int8", "training.compression_benefit=assumed"), ()),
     "1-bit Adam": ((), ("--optimizer", "onebit")),
     "Lion, majority vote": ((), ("--optimizer", "lion")),
     "AdamW, double_buffer": (("training.overlap=double_buffer",), ()),
@@ -41,7 +42,8 @@ def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, l
         for setting in (*settings, warm_up):
             words += ["--set", setting]
         words += [str(SCRIPT), "--steps", str(options.steps), "--seed", str(seed), "--curve",
-                  str(curve), "--freeze", str(options.freeze), *arguments]  # fmt: skip
+                  str(curve), "--freeze", str(options.freeze), "--batch", str(options.batch),
+                  *arguments]  # fmt: skip
         done = subprocess.run(
             words, cwd=directory, capture_output=True, text=True, timeout=options.limit, check=False
         )
@@ -49,6 +51,32 @@ def train(method: str, seed: int, options: argparse.Namespace) -> tuple[float, l
         if done.returncode or found is None:
             raise SystemExit(f"{method}, seed {seed} failed:\n{done.stdout}\n{done.stderr}")
         return float(found[1]), [float(line) for line in curve.read_text().split()]
+
+
+class Runs:
+    """Results by method and seed, kept in a file of JSON lines."""
+
+    def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
+        self._path = path
+        self._what = [options.steps, options.freeze, options.workers, options.batch]
+        self._known: dict[tuple[str, int], tuple[float, list[float]]] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                run = json.loads(line)
+                if run["what"] == self._what:
+                    self._known[run["method"], run["seed"]] = run["bits"], run["curve"]
+
+    def of(self, method: str, seed: int, options: argparse.Namespace) -> tuple[float, list[float]]:
+        """Return a result, training first where there is none."""
+        if (method, seed) not in self._known:
+            bits, curve = train(method, seed, options)
+            self._known[method, seed] = bits, curve
+            if self._path is not None:
+                run = {"what": self._what, "method": method, "seed": seed, "bits": bits}
+                run["curve"] = curve
+                with self._path.open("a") as file:
+                    file.write(json.dumps(run) + "\n")
+        return self._known[method, seed]
 
 
 def smoothed(curves: list[list[float]], over: int = 20) -> list[float]:
@@ -95,25 +123,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--freeze", type=int, default=100, help="and steps without delay")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=3, help="an odd number has no ties of votes")
+    parser.add_argument("--batch", type=int, default=3, help="windows per worker")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one run")
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by semicolons")
+    parser.add_argument("--runs", type=Path, help="JSON lines: read and added to")
     parser.add_argument("--picture", type=Path, help="where the SVG goes")
     options = parser.parse_args()
-    held_out: dict[str, list[float]] = {name: [] for name in METHODS}
-    curves: dict[str, list[list[float]]] = {name: [] for name in METHODS}
+    names = [name.strip() for name in options.methods.split(";")]
+    held_out: dict[str, list[float]] = {name: [] for name in names}
+    curves: dict[str, list[list[float]]] = {name: [] for name in names}
+    runs = Runs(options.runs, options)
     for seed in range(options.seeds):
-        for name in METHODS:
-            bits, curve = train(name, seed, options)
+        for name in names:
+            bits, curve = runs.of(name, seed, options)
             held_out[name].append(bits)
             curves[name].append(curve)
             print(f"seed {seed}, {name}: {bits} bits per byte", file=sys.stderr, flush=True)
-    base = statistics.fmean(held_out["AdamW"])
+    base = statistics.fmean(held_out[names[0]])
     if options.picture is not None:
         options.picture.write_text(draw({name: smoothed(each) for name, each in curves.items()}))
     print(json.dumps({
         "bench": "convergence", "steps": options.steps, "freeze": options.freeze,
-        "workers": options.workers, "held_out_bits_per_byte": held_out,
-        "ratio_to_adamw": {n: round(statistics.fmean(b) / base, 4) for n, b in held_out.items()},
+        "workers": options.workers, "batch": options.batch, "held_out_bits_per_byte": held_out,
+        "ratio_to_first": {n: round(statistics.fmean(b) / base, 4) for n, b in held_out.items()},
     }))  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import yaml
 from paradis.config_keys import Key, keys_of
 from paradis.config_relations import (
     as_in_training,
+    check_backup,
     check_combination,
     check_groups,
     check_relations,
@@ -77,6 +78,7 @@ class JobConfig:
             check_combination(self.training)
             check_relations(self.training, self.communication)
         check_groups(self.topology, self.training, self.communication)
+        check_backup(self.topology, self.training, self.communication)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

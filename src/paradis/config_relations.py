@@ -15,12 +15,17 @@ from paradis.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """A legal combination of mode, compression and overlap, and what it promises."""
+    """A legal combination of mode, compression and overlap, and what it promises.
+
+    Attributes:
+        backup: steps may do without some workers (``training.backup_workers``).
+    """
 
     mode: str
     compression: str
     overlap: str
     promise: str
+    backup: bool = False
 
 
 COMBINATIONS: Final = (
@@ -29,12 +34,14 @@ COMBINATIONS: Final = (
         compression="none",
         overlap="none",
         promise="one worker equals plain PyTorch bit for bit, N the mean of their gradients",
+        backup=True,
     ),
     Combination(
         mode="sync",
         compression="none",
         overlap="layerwise",
         promise="the same bits; updates come in while the script goes on",
+        backup=True,
     ),
     Combination(
         mode="sync",
@@ -43,7 +50,7 @@ COMBINATIONS: Final = (
         promise="after a warm-up each gradient is one step late; all workers have the same bits",
     ),
     *(
-        Combination(mode="sync", compression=codec, overlap=overlap, promise=promise)
+        Combination(mode="sync", compression=codec, overlap=overlap, promise=promise, backup=True)
         for codec, promise in (
             ("bf16", "half the bytes; all workers have the same bits"),
             ("int8", "a quarter of the bytes, errors sent later; all workers have the same bits"),
@@ -100,6 +107,15 @@ def check_combination(training: TrainingConfig, group: WorkerGroup | None = None
     wanted = (training.mode, training.compression, training.overlap)
     if group is not None:
         wanted = (group.mode, group.compression, training.overlap)
+    backed = {(each.mode, each.compression, each.overlap) for each in COMBINATIONS if each.backup}
+    if training.backup_workers and wanted not in backed:
+        raise ConfigError(
+            f"config refused: training.backup_workers = {training.backup_workers} with mode "
+            f"{wanted[0]}, compression {wanted[1]} and overlap {wanted[2]}; expected mode sync and "
+            "overlap none or layerwise: a step that does without somebody is a step of all, and a "
+            "late gradient would be of a version that is gone",
+            keys=("training.backup_workers", "training.mode", "training.overlap"),
+        )
     if wanted not in {(each.mode, each.compression, each.overlap) for each in COMBINATIONS}:
         whose = f" of the worker group {group.name}" if group is not None else ""
         where = ("topology.worker_groups",) if group is not None else ()
@@ -128,6 +144,8 @@ def check_groups(
          "a host's workers may train different parameters, so all push directly"),
         ("training.early_update = true", training.early_update,
          "what others read would be an update that no commit has confirmed"),
+        (f"training.backup_workers = {training.backup_workers}", training.backup_workers > 0,
+         "a group may have too few workers to do without one"),
         ("training.overlap = double_buffer", training.overlap == "double_buffer",
          "a late gradient is of values that were read for the step before"),
     ):  # fmt: skip
@@ -171,4 +189,30 @@ def check_relations(training: TrainingConfig, communication: CommunicationConfig
             raise ConfigError(
                 f"config refused: {first} with {second}: {why}; leave one of them at its default",
                 keys=(first.partition(" ")[0], second.partition(" ")[0]),
+            )
+
+
+def check_backup(
+    topology: TopologyConfig, training: TrainingConfig, communication: CommunicationConfig
+) -> None:
+    """Check what goes with steps that do without some workers.
+
+    Raises:
+        ConfigError: nobody would be left, or sums are made where nobody knows who counts.
+    """
+    backup, workers = training.backup_workers, topology.workers
+    for other, wrong, why in (
+        (f"topology.workers = {workers}", backup >= workers, "somebody must make a step"),
+        ("communication.rack_aggregation = on", communication.rack_aggregation == "on",
+         "a rack's sum may hold somebody who is too late"),
+        ("training.local_reduction = on", training.local_reduction == "on",
+         "a host's sum may hold somebody who is too late"),
+        ("training.early_update = true", training.early_update,
+         "servers would update before it is known who makes the step"),
+    ):  # fmt: skip
+        if backup and wrong:
+            raise ConfigError(
+                f"config refused: training.backup_workers = {backup} with {other}: {why}; leave "
+                "one of them at its default",
+                keys=("training.backup_workers", other.partition(" ")[0]),
             )

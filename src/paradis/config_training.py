@@ -40,6 +40,13 @@ class TrainingConfig:
         "number of workers. Off, as the same rate for all is easier to reason about.",
         shared="staleness_scaling",
     )
+    backup_workers: int = key(
+        0,
+        COUNT,
+        "Of mode sync: a step is the mean of the first workers that finish it; so many are not "
+        "waited for, their gradients dropped. 0, for what is dropped was computed for nothing.",
+        shared="backup_workers",
+    )
     overlap: str = key(
         "layerwise",
         WORD,
@@ -70,6 +77,15 @@ class TrainingConfig:
         "kept and sent later. Optimizers of paradis.optim bring their own code.",
         choices="none bf16 int8",
         shared="compression",
+    )
+    compression_benefit: str = key(
+        "measured",
+        WORD,
+        "Whether compression must show that it helps. measured: after some steps of each kind the "
+        "dispatcher turns it off where it makes steps slower, and says so. assumed: it stays as "
+        "set, so that results do not depend on the speed of links.",
+        choices="measured assumed",
+        shared="compression_benefit",
     )
     compression_threshold: int = key(
         4096,

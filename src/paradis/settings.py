@@ -30,7 +30,9 @@ class SharedSettings:
         mode: ``sync``, ``ssp`` or ``async``.
         staleness: of ``ssp``: steps that a worker may be ahead of the slowest.
         staleness_scaling: of ``async``: divide a rate by the staleness of its update.
+        backup_workers: of ``sync``: workers that a step does without.
         compression: ``none``, ``bf16`` or ``int8``, of gradients and updates.
+        compression_benefit: ``measured`` or ``assumed``, that codes make steps faster.
         compression_elements_min: tensors with fewer elements travel in full.
         overlap: ``layerwise``, ``none`` or ``double_buffer``.
         watch_views: wait in ``step()`` where something else holds a parameter's memory.
@@ -65,10 +67,12 @@ class SharedSettings:
     mode: str = "sync"
     staleness: int = 1
     staleness_scaling: bool = False
+    backup_workers: int = 0
     overlap: str = "layerwise"
     watch_views: bool = True
     delay_warmup_steps: int = 1000
     compression: str = "none"
+    compression_benefit: str = "measured"
     compression_elements_min: int = 4096
     local_reduction: str = "off"
     on_early_finish: str = "continue"

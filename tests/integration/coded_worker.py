@@ -1,10 +1,12 @@
 """A training script whose gradients travel as codes, compared with its coders on whole tensors.
 
-    coded_worker.py OUT WAY STEPS [save STEP | from STEP]
+    coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster]
 
 WAY is bf16, int8, onebit, auto or lion. Every rank makes every rank's gradients and does beside its
 training what servers and all workers should do: no messages, no shards, no threads.
-After ``from`` it saves once more, one step before the end.
+After ``from`` it saves once more, one step before the end; WAYS has a 1 for each earlier step that
+travelled as codes, else a 0. With ``slower`` the leader is told that steps take longer as codes,
+and there is a checkpoint when it knows; with ``faster`` the opposite.
 Writes OUT/<rank>.json: failures, a digest of the values, bytes sent and received per step.
 """
 
@@ -52,8 +54,8 @@ def absent(step: int, rank: int, index: int) -> bool:
 
 
 def revised(step: int, rank: int) -> bool:
-    """Whether the script changes a gradient after backward."""
-    return step == 7 and rank == 0
+    """Whether the script changes a gradient after backward; early updates would forbid it."""
+    return step == 7 and rank == 0 and sys.argv[4:5] != ["faster"]
 
 
 def gradient(step: int, rank: int, index: int) -> torch.Tensor | None:
@@ -87,6 +89,20 @@ def make_optimizer(way: str, model: Parts) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
+class Stopwatch:
+    """In place of a worker's meter: tells times that are given, after a few steps of each kind."""
+
+    def __init__(self, coded_ms: int, full_ms: int) -> None:
+        self.times = {True: coded_ms, False: full_ms}
+        self.last: bool | None = None
+        self.count = 0
+
+    def closed(self, now_ns: int, *, coded: bool) -> tuple[int, ...]:
+        self.count = self.count + 1 if coded == self.last else 1
+        self.last = coded
+        return (self.times[coded] * 1_000_000,) * 4 if self.count == 3 else ()
+
+
 class Twin:
     """One parameter, whole: the server's value, what workers hold, all coders."""
 
@@ -113,11 +129,7 @@ class Twin:
             return
         flats = [None if g is None else g.reshape(-1) for g in gradients]
         if not (coded and self.codec):
-            total = torch.zeros_like(self.value)
-            for flat in flats:
-                total += 0.0 if flat is None else flat
-            self.optimizer.apply([total.div_(len(flats))], options)
-            self.held.copy_(self.value)
+            self.step_in_full(flats, options)
             return
         if not self.begun:
             self.begun = True
@@ -130,16 +142,31 @@ class Twin:
             worker.encode([flat], code, options)
             self.server.add(code, total, first=not rank)
         self.server.update(total.div_(len(flats)), self.optimizer, [True], options)
-        for worker in self.workers:
+        for worker, flat in zip(self.workers, flats, strict=True):
             copy = self.held.clone()
+            worker.keep([flat])
             worker.install(self.server.code, [copy], [True], options)
-            worker.keep()
         self.held = copy
+
+    def step_in_full(self, flats: list[torch.Tensor | None], options: Any) -> None:
+        total = torch.zeros_like(self.value)
+        for rank, flat in enumerate(flats):
+            pushed = torch.zeros_like(self.value) if flat is None else flat
+            if self.codec and self.workers[rank].carries:
+                pushed = torch.empty_like(self.value)
+                self.workers[rank].encode_in_full([flat], [pushed])
+                self.workers[rank].keep()
+            total += pushed
+        self.optimizer.apply([total.div_(len(flats))], options)
+        if self.codec:
+            self.server.replaced()
+        self.held.copy_(self.value)
 
 
 def main() -> None:
     out, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    what, at = (sys.argv[4], int(sys.argv[5])) if len(sys.argv) > 4 else ("", -1)
+    what, at = (*sys.argv[4:5], "")[0], int((*sys.argv[5:6], "-1")[0])
+    ways = [each == "1" for each in (*sys.argv[6:7], "")[0]]
     rank = paradis.rank()
     model = Parts()
     initial = [p.detach().clone() for p in model.parts]
@@ -150,27 +177,41 @@ def main() -> None:
     failures: list[str] = []
     sizes: list[tuple[float, float]] = []
     first_coded = {"onebit": FREEZE, "auto": -1}.get(way, 0)
+    role = optimizer._binding.session.node.worker_role.groups[0]
+    watch = Stopwatch(41, 33) if what == "slower" else Stopwatch(33, 41)
+    if what in ("slower", "faster"):
+        role.meter = watch
     for step in range(steps):
         if what == "from" and step < at:
             for twin in twins:
-                twin.step(step, options, coded=0 <= first_coded <= step)
+                twin.step(step, options, coded=ways[step] if ways else 0 <= first_coded <= step)
             continue
         before = optimizer.metrics()
         model.zero_grad()
         backward(model, step, rank)
         optimizer.step()
         optimizer.wait()
+        if optimizer._binding.memory.gradients():
+            failures.append(f"step {step}: a gradient is held after its update")
         after = optimizer.metrics()
         keys = ("push_bytes", "pull_bytes")
         sent, received = (after.get(k, 0.0) - before.get(k, 0.0) for k in keys)
         sizes.append((sent, received))
         if way == "auto" and first_coded < 0 and optimizer._binding.memory.coded:
             first_coded = step + 1
+        coded = step - max(0, at if what == "from" else 0) in role.coded_steps
+        if way not in ("onebit", "auto"):  # the step was one of this run
+            ways.append(coded)
+        else:
+            coded = 0 <= first_coded <= step
         for twin, part in zip(twins, model.parts, strict=True):
-            twin.step(step, options, coded=0 <= first_coded <= step)
+            twin.step(step, options, coded=coded)
             if not torch.equal(part.detach().reshape(-1), twin.held):
                 failures.append(f"step {step}: parameter {twin.index}")
         if (what == "save" and step + 1 == at) or (what == "from" and step + 1 == steps - 1):
+            optimizer.save_checkpoint(wait=True)
+        if what == "slower" and at < 0 and watch.count == 4 and not coded:
+            at = step + 1
             optimizer.save_checkpoint(wait=True)
     total = xxhash.xxh3_64()
     for part in model.parts:
@@ -179,7 +220,8 @@ def main() -> None:
         sum(code_bytes(t.codec, n) for n in cuts(t.value.numel())) if t.codec else 0 for t in twins
     )
     result = {"failures": failures, "digest": total.hexdigest(), "sizes": sizes,
-              "codes": codes, "first_coded": first_coded}  # fmt: skip
+              "codes": codes, "first_coded": first_coded, "saved": at,
+              "ways": "".join("01"[each] for each in ways)}  # fmt: skip
     (out / f"{rank}.json").write_text(json.dumps(result))
 
 

@@ -108,6 +108,17 @@ def test_a_changed_rate_or_value_is_refused(alone: torch.nn.Linear) -> None:
         alone.bias.sub_(1.0)
 
 
+def test_a_value_changed_behind_the_counters_is_caught_by_a_hash(
+    alone: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARADIS_TRAINING_DEBUG_GRADIENTS", "true")
+    optimizer = trained(alone)
+    alone.bias.data.add_(1.0)
+    with pytest.raises(StateError, match=r"the value of bias was changed after backward"):
+        optimizer.step()
+    alone.bias.data.sub_(1.0)
+
+
 def test_accumulation_is_under_no_sync(alone: torch.nn.Linear) -> None:
     optimizer = trained(alone)
     optimizer.step()

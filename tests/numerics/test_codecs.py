@@ -131,7 +131,7 @@ def test_with_one_element_per_block_it_is_adam_with_frozen_variance(dtype: torch
     job = Job(codec, workers=workers, cuts=[100], real=real)
     inverse = inverse_denominator(gaussian(length, seed=5).square().to(dtype), 1e-8)
     value = gaussian(length, seed=6).to(dtype)
-    x, m, i = value.numpy().copy(), np.zeros(length, kind), inverse.numpy()
+    x, m, i = value.numpy().copy(), np.zeros(length, kind), inverse.to(dtype).numpy()
     for step in range(20):
         gradients = [gaussian(length, seed=50 * step + rank).to(dtype) for rank in range(workers)]
         if step == 7:

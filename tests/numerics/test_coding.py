@@ -61,6 +61,7 @@ class Job:
         codec: OneBit | None = None, dead: int = 0,
     ) -> None:  # fmt: skip
         self.kind, self.cuts, self.dtype = kind, cuts, dtype
+        self.given: dict[tuple[int, int], list[Any]] = {}
         self.codec = codec or OneBit(dtype=dtype)
         self.values = [gaussian(n, 90 + i, dtype) for i, n in enumerate(LENGTHS)]
         self.copies = [[value.clone() for value in self.values] for _ in range(workers)]
@@ -94,7 +95,8 @@ class Job:
     def encode(self, rank: int, shard: int, gradients: Gradients) -> torch.Tensor:
         coder = self.workers[rank][shard]
         code = torch.full((coder.code_bytes,), 0xA5, dtype=torch.uint8)
-        coder.encode(self.views(gradients, self.cuts[shard]), code, OPTIONS)
+        self.given[rank, shard] = self.views(gradients, self.cuts[shard])
+        coder.encode(self.given[rank, shard], code, OPTIONS)
         return code
 
     def step(
@@ -116,7 +118,7 @@ class Job:
         mean = total_of(server, [codes[rank] for rank in sorted(codes)], segments, self.dtype)
         server.update(mean.div_(len(codes)), UNUSED, present, options)
         for rank, coders in enumerate(self.workers):
-            coders[shard].keep()
+            coders[shard].keep(self.given.get((rank, shard), ()))
             mine = self.views(self.copies[rank], segments)
             coders[shard].install(server.code, mine, present, options)
 
@@ -233,7 +235,7 @@ def test_with_one_element_per_block_it_is_adam_with_frozen_variance(dtype: torch
         for p, inverse in enumerate(job.whole("inverse")):
             u = [kind(0.9) * momenta[p] + kind(1 - 0.9) * mine[p].numpy() for mine in gradients]
             momenta[p] = (((u[0] + u[1]) + u[2]) + u[3]) / kind(4)
-            update = momenta[p] * inverse.numpy() + kind(0.1) * values[p]
+            update = momenta[p] * inverse.to(dtype).numpy() + kind(0.1) * values[p]
             values[p] = values[p] - kind(0.01) * update
             assert values[p].tobytes() == job.values[p].numpy().tobytes()
     job.check_copies()

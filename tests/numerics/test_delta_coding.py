@@ -38,6 +38,32 @@ class Job:
     def noise(self, count: int) -> torch.Tensor:
         return torch.randn(count, generator=self.source, dtype=torch.float64).to(self.dtype)
 
+    def step_in_full(self, *, skip: bool = False, absent: frozenset[int] = frozenset()) -> None:
+        """A step whose gradients and values travel as numbers; ``absent`` ranks lack segment 0."""
+        total = torch.zeros(321, dtype=self.dtype)
+        for rank, worker in enumerate(self.workers):
+            parts = [torch.full((n,), 9.0, dtype=self.dtype) for n in LENGTHS]
+            worker.encode_in_full([self.noise(n) for n in LENGTHS], parts)  # overtaken
+            gradients: list[torch.Tensor | None] = [self.noise(n) for n in LENGTHS]
+            if rank in absent:
+                gradients[0] = None
+            worker.encode_in_full(gradients, parts)
+            for (start, n), part, sum_, own in zip(SPANS, parts, self.sent, gradients, strict=True):
+                total[start : start + n] += part
+                if not skip and own is not None:
+                    sum_ += own / len(self.workers)
+        if skip:
+            for worker in self.workers:
+                worker.forget()
+            return
+        total /= len(self.workers)
+        self.optimizer.apply([total[start : start + n] for start, n in SPANS], dict(LR))
+        self.server.replaced()
+        for worker, held in zip(self.workers, self.held, strict=True):
+            for own_value, value in zip(held, self.values, strict=True):
+                own_value.copy_(value)
+            worker.keep()
+
     def step(self, *, skip: bool = False) -> None:
         total = torch.zeros(321, dtype=self.dtype)
         for rank, worker in enumerate(self.workers):
@@ -72,6 +98,55 @@ def test_nothing_is_lost(seed: int, skips: set[int], workers: int) -> None:
         waits = sum(errors) / workers
         moved = (job.initial[index] - job.values[index]) / LR["lr"]
         torch.testing.assert_close(moved + waits, job.sent[index], rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000), ways=st.lists(st.booleans(), min_size=12, max_size=12),
+    skips=st.sets(st.integers(0, 11)), workers=st.integers(1, 4),
+)  # fmt: skip
+def test_nothing_is_lost_between_codes_and_numbers(
+    seed: int, ways: list[bool], skips: set[int], workers: int
+) -> None:
+    """However steps travel: what a code left out goes along with the next gradient in full."""
+    job = Job(Int8(dtype=torch.float64), workers, seed)
+    for number, coded in enumerate(ways):
+        if coded:
+            job.step(skip=number in skips)
+        else:
+            job.step_in_full(skip=number in skips, absent=frozenset({number % 4}))
+    for index in range(2):
+        errors = [w.memories()["error"][index] for w in job.workers]
+        waits = sum(errors) / workers
+        moved = (job.initial[index] - job.values[index]) / LR["lr"]
+        torch.testing.assert_close(moved + waits, job.sent[index], rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_step_in_full_takes_along_what_codes_left_out() -> None:
+    job = Job(Int8(), 2)
+    job.step()
+    assert all(w.carries for w in job.workers)
+    job.step_in_full(skip=True)
+    assert all(w.carries for w in job.workers), "a skipped step leaves no trace"
+    job.step_in_full(absent=frozenset({1}))
+    assert [w.carries for w in job.workers] == [False, True]
+    assert [bool(e.any()) for e in job.workers[1].memories()["error"]] == [True, False]
+    job.step_in_full()
+    assert not any(w.carries for w in job.workers)
+    # From here on a gradient is pushed from where it lies; nothing is added to it, not even zero.
+    assert job.server.seen() is None
+    other = DeltaWorker(Int8(), LENGTHS)
+    other.load_memories(job.workers[0].memories())
+    assert not other.carries
+
+
+def test_codes_go_on_from_the_values_of_steps_in_full() -> None:
+    job = Job(Int8(), 2)
+    for coded in (True, False, False, True, True, False, True):
+        job.step() if coded else job.step_in_full()
+        seen = job.server.memories()["seen"]
+        for held in job.held:
+            assert all(torch.equal(h, s) for h, s in zip(held, seen, strict=True))
 
 
 @pytest.mark.parametrize("codec", [Bfloat16(), Int8()])

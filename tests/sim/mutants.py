@@ -319,34 +319,6 @@ def stays_with_host(patch: Patch) -> None:
     patch.setattr(WorkerSharing, "_go_alone", lambda self, group, shard: None)
 
 
-# ------------------------------------------------------------------------- codes
-
-
-def code_of_nothing(patch: Patch) -> None:
-    """A step that is skipped is answered with the code of the one before."""
-    real = ServerRole._finish
-
-    def finish(self: ServerRole, group: Any, shard: Any, *, unchanged: bool) -> None:
-        coded = self.coded(group, shard) and group.verdict == "skip"
-        real(self, group, shard, unchanged=unchanged and not coded)
-
-    patch.setattr(ServerRole, "_finish", finish)
-
-
-def code_twice(patch: Patch) -> None:
-    """A code that comes twice is applied twice."""
-    real = WorkerRole._on_update
-
-    def on_update(self: WorkerRole, group: Any, update: Any, event: Any) -> None:
-        over = update.step == group.step and update.shard not in group.waiting
-        if update.codec and over and event.lease and group.committed:
-            self._out.append(self._install(group, update, event.lease))
-            return
-        real(self, group, update, event)
-
-    patch.setattr(WorkerRole, "_on_update", on_update)
-
-
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("arrival order", arrival_order, "Exact", "floats", (2,)),
     Mutant("tree shaped by placement", tree_by_placement, "Exact", "floats", (2,)),
@@ -371,8 +343,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("overflow forgotten", overflow_forgotten, "found_inf", "counting", (2,)),
     Mutant("early updates never confirmed", never_confirmed, "CountedOnce", "counting", (14,)),
     Mutant("installed within backward", installed_in_backward, "Aside", "counting", (9,)),
-    Mutant("code of nothing", code_of_nothing, "made for", "floats", (95,)),
-    Mutant("code applied twice", code_twice, "made for", "floats", (5,)),
     Mutant("goes on without confirmation", unconfirmed_goes_on, "CountedOnce", "counting", (35,)),
 )
 """Those that a single run catches."""

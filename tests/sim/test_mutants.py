@@ -28,9 +28,11 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 mutants = load("paradis_sim_mutants", HERE / "mutants.py")
+code_mutants = load("paradis_sim_code_mutants", HERE / "code_mutants.py")
+MUTANTS = (*mutants.MUTANTS, *(mutants.Mutant(*planted) for planted in code_mutants.MUTANTS))
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_simulator_catches(mutant: mutants.Mutant) -> None:  # type: ignore[name-defined]
     for seed in (*mutant.seeds, *range(SEEDS_MAX)):
         with pytest.MonkeyPatch.context() as patch:
@@ -44,10 +46,10 @@ def test_simulator_catches(mutant: mutants.Mutant) -> None:  # type: ignore[name
 
 
 def test_every_mutant_names_the_check_that_catches_it() -> None:
-    assert [m.name for m in mutants.MUTANTS if not m.by] == []
+    assert [m.name for m in MUTANTS if not m.by] == []
 
 
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_its_seeds_pass_without_it(mutant: mutants.Mutant) -> None:  # type: ignore[name-defined]
     for seed in mutant.seeds:
         mutants.run(seed, mutant.workload)

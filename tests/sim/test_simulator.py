@@ -122,6 +122,26 @@ def test_bad_weather_happens_in_the_runs() -> None:
     assert sum(sim.network.lost for sim in sims) and sum(sim.network.repeated for sim in sims)
 
 
+def test_groups_change_how_they_travel_in_the_runs() -> None:
+    """As the leader says, or measures: to codes, back and on again."""
+    jobs = [job for seed in range(100) if (job := scenario(seed, "floats")).coded]
+    sims = [Simulation(job) for job in jobs]
+    for sim in sims:
+        sim.run()
+    counts = [sim.checkers.codes.changes() for sim in sims]
+    assert sum(bool(n) for n in counts) > 5 and max(counts) > 1
+    assert decisions(3) == ["off"] and decisions(180) == ["on"]
+
+
+def decisions(seed: int) -> list[str]:
+    """Return what the leader finds in a job in which it measures."""
+    sim = Simulation(scenario(seed, "floats"))
+    assert sim.job.measured
+    sim.run()
+    trials = sim.nodes["leader"].role._trials  # type: ignore[attr-defined]
+    return [trial.decision for trial in trials.values()]
+
+
 def test_command_shows_the_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "4", "--workload", "floats"]) == 0
     out = capsys.readouterr().out

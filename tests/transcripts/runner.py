@@ -41,11 +41,11 @@ def view(
     )  # fmt: skip
 
 
-def plan(shards: int = 2, mode: str = "sync", staleness: int = 0) -> msg.Plan:
+def plan(shards: int = 2, mode: str = "sync", staleness: int = 0, backup: int = 0) -> msg.Plan:
     """Return a plan of shards of one parameter each, 16 bytes, all on server-0."""
     return msg.Plan(
         generation=1, group=0, part=0, first_parameter=0, optimizer="SGD", options=OPTIONS, step=0,
-        mode=mode, staleness=staleness,
+        mode=mode, staleness=staleness, backup=backup,
         parameters=tuple(
             msg.ParameterSpec(name=f"w{i}", shape=(4,), dtype="float32", options_group=0)
             for i in range(shards)

@@ -143,6 +143,26 @@ REFUSALS = [
     ("training: {mode: async, on_early_finish: fail}", "training.on_early_finish = fail with"),
     ("{training: {mode: async}, communication: {rack_aggregation: 'on'}}", "rack_aggregation = on"),
     ("{training: {early_update: true}, communication: {rack_aggregation: on}}", "push directly"),
+    ("{topology: {workers: 3}, training: {backup_workers: 3}}", "somebody must make a step"),
+    ("{topology: {workers: 3}, training: {backup_workers: 1, mode: ssp}}", "expected mode sync"),
+    (
+        "{topology: {workers: 3}, training: {backup_workers: 1, overlap: double_buffer}}",
+        "a version that is gone",
+    ),
+    (
+        "{topology: {workers: 3}, training: {backup_workers: 1, early_update: true}}",
+        "before it is known who makes the step",
+    ),
+    (
+        "{topology: {workers: 3}, training: {backup_workers: 1, local_reduction: on}}",
+        "a host's sum may hold",
+    ),
+    (
+        "{topology: {workers: 3}, training: {backup_workers: 1}, "
+        "communication: {rack_aggregation: on}}",
+        "a rack's sum may hold",
+    ),
+    ("training: {backup_workers: -1}", "expected at least 0"),
     ("training: {overlap: one}", "this version supports layerwise"),
     ("training: {check_finite: 1}", "true or false"),
     ("checkpoint: {keep: 0}", "expected at least 1"),

@@ -108,4 +108,5 @@ def describe(loaded: LoadedConfig, *, width: int) -> Iterator[str]:
     yield ""
     yield "Legal combinations of mode, compression and overlap:"
     for each in COMBINATIONS:
-        yield f"  {each.mode} + {each.compression} + {each.overlap}: {each.promise}"
+        backup = " (with backup workers, too)" if each.backup else ""
+        yield f"  {each.mode} + {each.compression} + {each.overlap}: {each.promise}{backup}"

@@ -9,7 +9,8 @@ what the codecs of `paradis.numerics.codecs` really write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from paradis.errors import ConfigError
@@ -56,6 +57,59 @@ def code_bytes(codec: str, length: int) -> int:
         raise ConfigError(
             f"codec {codec!r} is unknown; expected one of {', '.join(sorted(_BYTES))}"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSteps:
+    """Which steps of a group travel as codes: those of one period, the last one.
+
+    A period that comes after another begins after the other's end. So both numbers only grow.
+
+    Attributes:
+        begin: first step of the period; -1: there is none.
+        end: first step after it that travels in full; below ``begin``: none yet.
+    """
+
+    begin: int = -1
+    end: int = -1
+
+    def __contains__(self, step: int) -> bool:
+        """Whether a step, of the period or just before or after it, travels as codes."""
+        return 0 <= self.begin <= step and not self.begin < self.end <= step
+
+    @property
+    def open(self) -> bool:
+        """Whether the period has begun, or will at a known step, and its end is not known."""
+        return self.begin > self.end
+
+    def later(self, other: CodedSteps) -> CodedSteps:
+        """Return the later of two states of one group, whichever was heard of first."""
+        return CodedSteps(max(self.begin, other.begin), max(self.end, other.end))
+
+    def agreed(self, told: Iterable[CodedSteps], step: int) -> CodedSteps:
+        """Return what holds after a step, as all members have said what the leader told them.
+
+        The group changes when all have been told the same: with the step they were told, or if that
+        is over, with the next one. A change that is still to come must come first, for these two
+        numbers must go on telling how the present step travels. Who has been told what holds
+        already, or nothing, changes nothing.
+
+            >>> CodedSteps(0).agreed([CodedSteps(0, 7), CodedSteps(0, 7)], 9)
+            CodedSteps(begin=0, end=10)
+
+        Args:
+            told: of each member of the step, from its commit.
+            step: that all have committed.
+        """
+        said = set(told)
+        if len(said) != 1 or max(self.begin, self.end) > step:
+            return self
+        (wish,) = said
+        if wish == CodedSteps() or wish.open == self.open:
+            return self
+        if wish.open:
+            return CodedSteps(max(wish.begin, step + 1), self.end)
+        return CodedSteps(self.begin, max(wish.end, step + 1))
 
 
 def first_coded_step(fixed: int | None, *, done: int, frozen: bool) -> int:

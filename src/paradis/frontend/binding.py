@@ -79,14 +79,10 @@ class Binding:
         self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
-        self.early = (
-            EarlyUpdates(self.group, self.memory, session.node.post, self._present_options)
-            if session.settings.early_update
-            else None
-        )
+        self.early = EarlyUpdates.where_on(session, self)
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
-            self.memory, self._hand_over, self._present_options, timeout_s=self._timeout_s
+            self.memory, self._hand_over, self.present_options, timeout_s=self._timeout_s
         )
         self.codes = Codes(self)
         self.flight = Flight(
@@ -150,6 +146,10 @@ class Binding:
             self.early.confirm(commit, self.collector.altered, where=where)
             self.early.end()
 
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of the shards whose value the script changed."""
+        return self.memory.changed() if self.early is None else self.early.changed()
+
     def _ready(self, shards: tuple[int, ...]) -> None:
         if not self.session.alive:
             return
@@ -164,7 +164,8 @@ class Binding:
         if self.session.alive:
             self.session.node.post(ev.ShardsReady(self.group, shards))
 
-    def _present_options(self) -> list[msg.Options]:
+    def present_options(self) -> list[msg.Options]:
+        """Return the hyper-parameters of each parameter group as they are now."""
         assert self.optimizer is not None
         return [options_of(group) for group in self.optimizer.param_groups]
 
@@ -278,9 +279,8 @@ class Binding:
             optimizer=self.optimizer_name,
             options=options,
             step=step,
-            coded_from=self.codes.first_step(options, step),
-            compression=self.compression,
         )
+        request = self.codes.describe(request)
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
         plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan

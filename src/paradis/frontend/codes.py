@@ -6,23 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from paradis.core.codes import first_coded_step
+from paradis.core.codes import CodedSteps, first_coded_step
 from paradis.errors import ConfigError
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
 from paradis.roles import events as ev
+from paradis.runtime.pages import give_back
 from paradis.runtime.shard_store import split_sections
 from paradis.runtime.worker_memory import ShardMemory, own_key
 from paradis.storage.checkpoint import PieceReader
 from paradis.storage.manifest import group_directory, read_manifest, resolve
-from paradis.wire.messages import Options
+from paradis.wire.messages import Options, Register
 
 if TYPE_CHECKING:
     from paradis.frontend.binding import Binding
 
-_BATCH = 16
+_BATCH = 8
 """Shards whose memories are fetched at a time, which bounds what is held twice."""
 
 
@@ -42,20 +44,38 @@ class Codes:
         self._followed = (-1, -1)
         self.ready = False
 
-    def first_step(self, options: Sequence[Options], step: int) -> int:
-        """Return the first step of this run that may travel as codes; -1: the leader says so.
-
-        Args:
-            options: per parameter group.
-            step: of the run, at which parameters join.
+    def describe(self, request: Register) -> Register:
+        """Return a registration that says how its parameters are to travel.
 
         Raises:
             ConfigError: parameter groups differ in what holds for the whole call.
         """
+        coded = self._steps(request.options)
+        return msgspec.structs.replace(
+            request, coded_from=coded.begin, coded_until=coded.end, benefit=self._benefit(),
+            compression=self._binding.compression,
+        )  # fmt: skip
+
+    def _steps(self, options: Sequence[Options]) -> CodedSteps:
+        """Return which steps of this run may travel as codes; none: the leader says so."""
         binding = self._binding
         self._check_mode()
-        if binding.optimizer_name != "OneBitAdam":
-            return 0
+        onebit = binding.optimizer_name == "OneBitAdam"
+        if onebit:
+            self._check_onebit(options)
+        role = binding.session.node.worker_role.groups.get(binding.group)
+        if role is not None and role.parts:
+            return role.coded_steps
+        if not onebit:
+            return CodedSteps(-1 if self._benefit() == "off" else 0)
+        done, frozen = self._saved()
+        fixed = options[0].get("freeze_step")
+        assert fixed is None or isinstance(fixed, int)
+        return CodedSteps(first_coded_step(fixed, done=done, frozen=frozen))
+
+    def _check_onebit(self, options: Sequence[Options]) -> None:
+        """Refuse groups of 1-bit Adam that differ, and parameters that come after its freeze."""
+        binding = self._binding
         for key in ("freeze_step", "scale"):
             if len({str(o.get(key)) for o in options}) > 1:
                 raise ConfigError(
@@ -63,19 +83,23 @@ class Codes:
                     "all freeze at once and alike: give it to the optimizer, not to a group"
                 )
         role = binding.session.node.worker_role.groups.get(binding.group)
-        if role is not None and role.parts:
-            before = binding.steps_done == binding.steps_before
-            if role.coded and not (binding.session.settings.restore and before):
-                raise ConfigError(
-                    "add_param_group refused: OneBitAdam has frozen its variance, and new "
-                    "parameters have none; add them before the freeze, or wrap them in an "
-                    "optimizer of their own"
-                )
-            return role.coded_from
-        done, frozen = self._saved()
-        fixed = options[0].get("freeze_step")
-        assert fixed is None or isinstance(fixed, int)
-        return first_coded_step(fixed, done=done, frozen=frozen)
+        before = binding.steps_done == binding.steps_before
+        restored = binding.session.settings.restore and before
+        if role is not None and role.parts and role.coded and not restored:
+            raise ConfigError(
+                "add_param_group refused: OneBitAdam has frozen its variance, and new parameters "
+                "have none; add them before the freeze, or wrap them in an optimizer of their own"
+            )
+
+    def _benefit(self) -> str:
+        """Return what an earlier run has found of the same codes, ``on`` or ``off``, or nothing."""
+        settings = self._binding.session.settings
+        used = self._binding.compression or settings.compression
+        if used == "none" or not settings.restore or settings.compression_benefit != "measured":
+            return ""
+        directory = group_directory(resolve(Path(settings.restore)), self._binding.group)
+        codec, _, found = read_manifest(directory).benefit.partition(" ")
+        return found if codec == used else ""
 
     def _check_mode(self) -> None:
         """Refuse codes where workers have clocks of their own.
@@ -160,9 +184,20 @@ class Codes:
         return elementwise(self._binding.optimizer_name).coded
 
     def savers(self) -> tuple[int, ...]:
-        """Return the workers that have a part of their own in a checkpoint."""
+        """Return the workers that have a part of their own in a checkpoint.
+
+        With backup workers nobody has: they are at different steps, and to wait for the last of
+        them is what one does not want. What codes have left out is lost with a resume.
+        """
+        if self._binding.session.settings.backup_workers:
+            return ()
+        return self._binding.members() if self.left_out else ()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether codes keep something on the workers that no server has."""
         coders = (m.coder for m in self._binding.memory.shards.values() if m.coder is not None)
-        return self._binding.members() if any(c.own() for c in coders) else ()
+        return any(c.own() for c in coders)
 
     def follow(self) -> None:
         """See whether the next step travels as codes, and prepare for it once."""
@@ -173,10 +208,11 @@ class Codes:
         coded = group.coded
         if self.ready:
             self._followed = (group.step, group.parts)
-        if coded and self.ready and binding.session.alive:
+        if self.ready and binding.session.alive:
             self._begin({
                 s: m for s, m in binding.memory.shards.items()
                 if m.coder is not None and s not in self._begun
+                and (coded or not m.plan.codec.startswith("onebit"))
             })  # fmt: skip
         binding.memory.coded = coded
 
@@ -187,6 +223,8 @@ class Codes:
         frozen = [s for s, m in shards.items() if m.plan.codec.startswith("onebit")]
         for start in range(0, len(frozen), _BATCH):
             self._fetch(tuple(frozen[start : start + _BATCH]))
+        if frozen:
+            give_back()
         restored = binding.session.settings.restore
         if shards and restored and binding.steps_done == binding.steps_before:
             self._take_own(shards.values())

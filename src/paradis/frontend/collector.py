@@ -74,7 +74,6 @@ class Collector:
         self._revised_steps = 0
         self._again: dict[int, None] = {}
         self._handed: list[Handed | None] = []
-        self._closed: list[torch.Tensor | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
         self._handed_shards: dict[int, None] = {}
@@ -132,8 +131,6 @@ class Collector:
         """
         self._scaled = self._scaled or scaled
         self.deferred = self._scaled or self._revised_steps >= _REVISED_STEPS_MAX
-        # The flat forms alone: the links hold those anyway, but a gradient may lie on a device.
-        self._closed = _flats(self._handed)
         self.reset()
 
     def reset(self) -> None:
@@ -206,7 +203,6 @@ class Collector:
             handed over with other bytes.
         """
         self.attach()
-        self._closed = []  # the step before is finished: nothing holds its gradients any more
         self.yielded = tuple(self._yielding)
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)
@@ -285,13 +281,13 @@ class Collector:
         return reachable_gradients((i, h) for i, h in enumerate(self._handed) if h is not None)
 
     def non_finite(self) -> str:
-        """Return the name of the first parameter with NaN or infinity in its gradient, or ""."""
-        step = _flats(self._handed) if any(self._handed) else self._closed  # the one on its way
-        for index, flat in enumerate(step):
-            if flat is not None and not bool(torch.isfinite(flat).all()):
+        """Return the name of the first parameter with NaN or infinity in its gradient, or "".
+
+        After `end_step` that is the gradient of the step on its way, where it has no update yet.
+        """
+        handed = {index: each.flat for index, each in enumerate(self._handed) if each is not None}
+        gradients = handed or self._memory.gradients()
+        for index in sorted(gradients):
+            if not bool(torch.isfinite(gradients[index]).all()):
                 return self._memory.tensors[index].name
         return ""
-
-
-def _flats(handed: list[Handed | None]) -> list[torch.Tensor | None]:
-    return [None if each is None else each.flat for each in handed]

@@ -96,7 +96,7 @@ class Compressor:
     def _encode(self, shard: int, options: Sequence[Options], *, empty: bool = False) -> None:
         start_ns = time.monotonic_ns()
         memory = self._memory.shards[shard]
-        memory.encode(options[memory.plan.options_group], empty=empty)
+        memory.encode(options[memory.plan.options_group], coded=self._memory.coded, empty=empty)
         self._coded[shard] = None
         if self.on_done is not None and not empty:
             self.on_done(shard, start_ns, sum(map(len, memory.gradient)))

@@ -9,11 +9,16 @@ a script is refused for what it does and not for how fast the others were; the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from paradis.errors import ConfigError, StateError
 from paradis.roles import events as ev
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.wire.messages import Options, StepCommit
+
+if TYPE_CHECKING:
+    from paradis.frontend.binding import Binding
+    from paradis.frontend.session import Session
 
 _REMEDY = "or set training.early_update: false"
 
@@ -26,6 +31,7 @@ class EarlyUpdates:
         memory: its tensors.
         post: hands an event to this worker's role.
         options: returns the hyper-parameters per parameter group.
+        debug: hash values again in ``step()``, to catch writes that no version counter sees.
 
     Attributes:
         said: what was said in this step; None until its first gradient.
@@ -33,13 +39,24 @@ class EarlyUpdates:
 
     def __init__(
         self, group: int, memory: GroupMemory, post: Callable[[ev.StepBegun], None],
-        options: Callable[[], list[Options]],
+        options: Callable[[], list[Options]], *, debug: bool = False,
     ) -> None:  # fmt: skip
         self._group = group
         self._memory = memory
         self._post = post
         self._options = options
+        self._debug = debug
+        self._versions: list[int] = []
         self.said: StepCommit | None = None
+
+    @classmethod
+    def where_on(cls, session: Session, binding: Binding) -> EarlyUpdates | None:
+        """Return what a ``wrap`` call needs, or None where they are off."""
+        if not session.settings.early_update:
+            return None
+        debug = session.settings.debug_gradients
+        options = binding.present_options
+        return cls(binding.group, binding.memory, session.node.post, options, debug=debug)
 
     def begin(self) -> None:
         """A gradient is about to be handed over; on the thread of backward."""
@@ -47,7 +64,19 @@ class EarlyUpdates:
             self.said = StepCommit(
                 revisions={}, present=b"", options=self._options(), changed=self._memory.changed()
             )
+            self._versions = self._memory.versions()
             self._post(ev.StepBegun(self._group, self.said))
+
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of what the script changed, as ``step()`` finds it.
+
+        What was said at the first gradient holds unless torch has counted a change since: that
+        spares a second hash of the whole model.
+        """
+        said = self.said
+        if said is None or self._debug or self._memory.versions() != self._versions:
+            return self._memory.changed()
+        return self._memory.changed() if self._memory.follow() else said.changed
 
     def end(self) -> None:
         """``step()`` commits what was said."""

@@ -14,6 +14,7 @@ import torch
 from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
+from paradis.frontend.quorum import own_norm_reason, refuse_adding, refuse_loading, save_is_due
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
@@ -43,6 +44,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._finite = True
         self._announced_clip = False
         self._loaded_at = -1
+        self._saved_at = 0
 
     # -------------------------------------------------------------------- step
 
@@ -96,6 +98,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     found.fill_(1.0)
             self._count(wait_s)
             if self._save_is_due(self.steps_done):
+                self._saved_at = self.steps_done
                 self.save_checkpoint()
         if clock is not None:
             clock.returned()
@@ -139,6 +142,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             )
         return binding
 
+    @property
+    def _backup(self) -> int:
+        """How many workers a step does without."""
+        return self._bound.session.settings.backup_workers
+
     def _close(
         self, overflow: bool, *, scaled: bool, unchanged: bool = False, lenient: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
@@ -165,7 +173,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             options=options,
             found_inf=overflow,
             clip=self._clip,
-            changed={} if unchanged else self._bound.memory.changed(),
+            changed={} if unchanged else self._bound.changed(),
         )
         return commit, present, revised
 
@@ -218,12 +226,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _announce_own_norm(self) -> None:
         if not self._announced_clip and len(self._bound.members()) > 1:
             self._announced_clip = True
-            why = (
-                f"in mode {self._bound.mode}: there is no mean gradient, for each is an update by "
-                "itself"
-                if self._bound.clocked
-                else f"with {self._inner_name}: what travels are momenta or votes, no gradients"
-            )
+            bound = self._bound
+            why = own_norm_reason(self._backup, bound.mode, self._inner_name)
             self._bound.session.node.announce(
                 "warning",
                 f"clip_grad_norm_ clips each worker's own gradient {why}",
@@ -251,7 +255,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Call it on every worker between ``backward`` and ``step``. With one worker it is
         ``torch.nn.utils.clip_grad_norm_``. The factor is applied on the servers; ``.grad`` stays.
-        In ssp and async it clips this worker's own gradient, in place.
+        In ssp and async, and with backup workers, it clips this worker's own gradient, in place.
 
         Args:
             max_norm: bound of the norm.
@@ -267,7 +271,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             binding.early.refuse_clipping()
         binding.flight.arrive()
         binding.codes.follow()  # gradients may travel as codes from this step on
-        own = binding.clocked or binding.codes.no_gradients
+        own = binding.clocked or binding.codes.no_gradients or self._backup > 0
         if len(binding.members()) == 1 or own:
             if own:
                 self._announce_own_norm()
@@ -297,8 +301,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; every worker must add the same. They start from worker 0's values."""
         binding: Binding | None = getattr(self, "_binding", None)
-        if binding is not None and binding.others is not None:
-            binding.others.refuse_adding()
+        if binding is not None:
+            refuse_adding(self._backup)
+            if binding.others is not None:
+                binding.others.refuse_adding()
         super().add_param_group(param_group)
         if binding is not None:
             binding.extend(self)
@@ -325,7 +331,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load options and state, and give worker 0's to the servers; call it on every worker.
 
         Raises:
-            ConfigError: the state travels as codes, and no ``state_dict`` has it.
+            ConfigError: the state travels as codes, and no ``state_dict`` has it; or steps have
+                been done with backup workers.
         """
         self._bound.finish()
         if self._bound.codes.no_gradients:
@@ -333,6 +340,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 f"load_state_dict refused: the state of {self._inner_name} is in its codes now; "
                 "resume from a checkpoint of the job (checkpoint.restore, paradis run --resume)"
             )
+        refuse_loading(self._backup, self.steps_done - self._bound.steps_before)
         super().load_state_dict(state_dict)
         if self._bound.first:
             state_transfer.give(self._bound, self)
@@ -373,6 +381,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def _save_is_due(self, step: int) -> bool:
         every = self._bound.session.settings.checkpoint_every_steps
+        if every > 0 and self._backup:
+            return save_is_due(step, every, max(self._saved_at, self._bound.steps_before))
         return every > 0 and step % every == 0
 
     # --------------------------------------------------------------- counters

@@ -35,6 +35,14 @@ def save(
         str(group_directory(path, binding.group)), binding.group, binding.steps_done, options, extra
     )
     info = msgspec.structs.replace(info, workers=binding.codes.savers())
+    if binding.session.settings.backup_workers and binding.codes.left_out:
+        binding.session.node.announce(
+            "warning",
+            "a checkpoint with training.backup_workers lacks what the codes of workers have left "
+            "out (with Lion: their momenta): workers are at different steps; a resumed run begins "
+            "without",
+            once=True,
+        )
     if info.workers and len(info.workers) < len(binding.session.membership.ranks):
         binding.session.node.announce(
             "warning",

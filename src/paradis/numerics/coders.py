@@ -111,9 +111,10 @@ def _warm(codec: str) -> None:
     optimizer = ShardOptimizer("SGD", {"lr": 0.0}, [value])
     code, mean = torch.empty(worker.code_bytes, dtype=torch.uint8), torch.zeros(8)
     for _ in range(2):  # 1-bit Adam's first momentum are numbers, later ones codes
-        worker.encode([torch.ones(8)], code, options)
+        gradients = [torch.ones(8)]
+        worker.encode(gradients, code, options)
         server.add(code, mean, first=True)
         server.add(code, mean, first=False)
         server.update(mean, optimizer, [True], options)
+        worker.keep(gradients)
         worker.install(server.code, [torch.zeros(8)], [True], options)
-        worker.keep()

@@ -74,7 +74,8 @@ class WorkerCoder(ABC):
 
         Args:
             gradients: per segment (length,) of the value's dtype, or None where the parameter has
-                none: its code is zero bytes, which decode as zeros, and its memory stays.
+                none: its code is zero bytes, which decode as zeros, and its memory stays. `keep`
+                wants them again.
             code: (code_bytes,) uint8, written in place.
             options: hyper-parameters of this step.
 
@@ -83,9 +84,30 @@ class WorkerCoder(ABC):
                 No memory is changed.
         """
 
+    @property
+    def carries(self) -> bool:
+        """Whether something is left out so far that gradients in full are to take along."""
+        return False
+
+    def encode_in_full(
+        self, gradients: Sequence[torch.Tensor | None], numbers: Sequence[torch.Tensor]
+    ) -> None:
+        """Write gradients in full, with what codes have left out; else as `encode`.
+
+        Args:
+            gradients: as of `encode`. What was left out of one that is None stays.
+            numbers: per segment (length,) of the value's dtype, written in place.
+        """
+        raise AssertionError(f"{type(self).__name__} carries nothing")  # pragma: no cover
+
     @abstractmethod
-    def keep(self) -> None:
-        """The step of the last `encode` was applied: its memories count from now on."""
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        """The step of the last `encode` was applied: its memories count. `install` comes next.
+
+        Args:
+            gradients: those of the last `encode`, with the same numbers; not needed where nothing
+                was encoded.
+        """
 
     @abstractmethod
     def forget(self) -> None:
@@ -96,7 +118,7 @@ class WorkerCoder(ABC):
         self, code: torch.Tensor, values: Sequence[torch.Tensor], present: Sequence[bool],
         options: Options,
     ) -> None:  # fmt: skip
-        """Bring the values to the next version.
+        """Bring the values to the next version, after `keep` where this worker's code counts.
 
         Args:
             code: (code_bytes,) uint8, the server's answer. Not modified, not kept.
@@ -165,7 +187,7 @@ class ServerCoder(ABC):
         return {}
 
     def replaced(self) -> None:  # noqa: B027
-        """The values were replaced by ones that all workers hold."""
+        """The values are ones that all workers hold, or get: assigned, or of a step in full."""
 
     def seen(self) -> torch.Tensor | None:
         """Return the (length of the shard,) values that workers hold, lent; None: the server's."""

@@ -5,6 +5,9 @@ its value but the way to it from what the workers hold: ``D = C(x - w); w += D``
 out stays in ``x - w`` and travels later. Workers add ``D`` to what they have: all hold ``w``, bit
 for bit.
 
+A step may also travel in full. Up, the first one takes along what codes have left out, so that
+nothing is lost; down, it brings ``x``, and ``w`` is ``x`` from then on.
+
 Source: error feedback, Karimireddy et al., ICML 2019; the way down, Gruntkowska et al., EF21-P and
 friends, ICML 2023, with the server's value as the target.
 """
@@ -37,6 +40,7 @@ class DeltaWorker(WorkerCoder):
         self._errors: list[torch.Tensor | None] = [None] * len(self.lengths)
         self._next: list[torch.Tensor | None] = [None] * len(self.lengths)
         self._spare: list[torch.Tensor | None] = [None] * len(self.lengths)
+        self._taken: dict[int, None] = {}  # segments whose error goes along in full
 
     def encoded_bytes(self, length: int) -> int:
         """Return the bytes of the code of a segment."""
@@ -76,8 +80,31 @@ class DeltaWorker(WorkerCoder):
         self._next[index] = room
         return room
 
-    def keep(self) -> None:
+    @property
+    def carries(self) -> bool:
+        """Whether codes have left something out so far."""
+        return any(error is not None for error in self._errors)
+
+    def encode_in_full(
+        self, gradients: Sequence[torch.Tensor | None], numbers: Sequence[torch.Tensor]
+    ) -> None:
+        """Add what codes have left out; see `WorkerCoder.encode_in_full`."""
+        self.forget()
+        for index, (gradient, part) in enumerate(zip(gradients, numbers, strict=True)):
+            error = self._errors[index]
+            if gradient is None:
+                part.zero_()
+            elif error is None:
+                part.copy_(gradient)
+            else:
+                torch.add(gradient, error, out=part)
+                self._taken[index] = None
+
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         """The step counts; see `WorkerCoder.keep`."""
+        for index in self._taken:
+            self._errors[index] = self._spare[index] = None
+        self._taken = {}
         for index, error in enumerate(self._next):
             if error is not None:
                 self._spare[index], self._errors[index] = self._errors[index], error
@@ -85,6 +112,7 @@ class DeltaWorker(WorkerCoder):
 
     def forget(self) -> None:
         """The step does not count; see `WorkerCoder.forget`."""
+        self._taken = {}
         for index, error in enumerate(self._next):
             if error is not None:
                 self._spare[index] = error
@@ -112,7 +140,8 @@ class DeltaWorker(WorkerCoder):
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Take over ``error``."""
         for index, error in enumerate(memories.get("error", ())):
-            self._errors[index] = error.to(self._codec.dtype, copy=True)
+            own = error.to(self._codec.dtype, copy=True)
+            self._errors[index] = own if bool(own.any()) else None
 
 
 class DeltaServer(ServerCoder):
@@ -135,6 +164,7 @@ class DeltaServer(ServerCoder):
         self._sizes = tuple(codec.encoded_bytes(n) for _, n in self._spans)
         self._seen = torch.zeros(length, dtype=codec.dtype)
         self._held = [self._seen[start : start + n] for start, n in self._spans]
+        self._full = False  # workers hold the values, and ``seen`` is out of date
         self.code = torch.zeros(sum(self._sizes), dtype=torch.uint8)
 
     def add(self, code: torch.Tensor, total: torch.Tensor, *, first: bool) -> None:
@@ -152,6 +182,10 @@ class DeltaServer(ServerCoder):
         options: Options,
     ) -> None:  # fmt: skip
         """Run the optimizer, code the way to its values; see `ServerCoder.update`."""
+        if self._full:
+            self._full = False
+            for value, held in zip(self._values, self._held, strict=True):
+                held.copy_(value)
         gradients = [
             mean[start : start + length] if here else None
             for (start, length), here in zip(self._spans, present, strict=True)
@@ -172,18 +206,19 @@ class DeltaServer(ServerCoder):
 
     def replaced(self) -> None:
         """Workers hold the very values; see `ServerCoder.replaced`."""
-        for value, held in zip(self._values, self._held, strict=True):
-            held.copy_(value)
+        self._full = True  # copied when the values go on without them: steps in full need no copy
 
     def seen(self) -> torch.Tensor | None:
-        """Return what workers hold."""
-        return self._seen
+        """Return what workers hold, unless it is the values."""
+        return None if self._full else self._seen
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return ``seen``, the values that workers hold."""
-        return {"seen": self._held}
+        return {"seen": self._values if self._full else self._held}
 
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Take over ``seen``."""
+        if "seen" in memories:
+            self._full = False
         for held, saved in zip(self._held, memories.get("seen", ()), strict=False):
             held.copy_(saved)

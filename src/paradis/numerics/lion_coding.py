@@ -91,7 +91,7 @@ class LionWorker(WorkerCoder):
             out[0] = 1
             self._noted[segment] = True
 
-    def keep(self) -> None:
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
         for segment, noted in enumerate(self._noted):
             if noted:
                 self._momenta[segment], self._next[segment] = (

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Final, NamedTuple, NoReturn, cast
 
 import torch
 
 from paradis.errors import ConfigError, LocalProtocolError, NonFiniteGradient, SnapshotCorrupt
 from paradis.numerics.codecs.freeze import freeze_variance
-from paradis.numerics.codecs.onebit import OneBit, pack_mask
-from paradis.numerics.codecs.onebit_adam import frozen_step, inverse_denominator, momentum_parts
+from paradis.numerics.codecs.onebit import Blend, OneBit, pack_mask
+from paradis.numerics.codecs.onebit_adam import frozen_step, inverse_denominator, inverse_dtype
 from paradis.numerics.coding import ServerCoder, State, WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.shard_optimizer import ShardOptimizer
@@ -70,6 +70,10 @@ def betas(options: Options) -> tuple[float, float]:
 class FrozenShard:
     """What worker and server of a shard keep alike: error memory, momentum, frozen variance.
 
+    Per element that is an error, an inverse denominator of two bytes, and a bit of momentum. A
+    momentum in numbers is held from the freeze (or a restore) until the first answer; then its
+    memory becomes that of the error, which is zero till then.
+
     Args:
         codec: gives blocks, norm and dtype.
         lengths: elements of each segment.
@@ -89,19 +93,17 @@ class FrozenShard:
         self.masks: list[torch.Tensor | None] = [None] * len(lengths)
         self._lengths = tuple(lengths)
         self._error_name = error
-        self._errors = [torch.zeros(n, dtype=codec.dtype) for n in lengths]
-        self._rooms: list[torch.Tensor] = []
-        self._noted = [False] * len(lengths)
-        self._momenta: list[torch.Tensor] = []
+        self._errors: list[torch.Tensor | None] = [None] * len(lengths)  # None: zeros
+        self._noted: list[_Noted | None] = [None] * len(lengths)
+        self._momenta: list[torch.Tensor] = []  # numbers, or codes
         self._inverses: list[torch.Tensor] = []
-        self._last = torch.zeros(self.code_bytes, dtype=torch.uint8)
 
     def begin(self, states: Sequence[State], options: Options) -> None:
         """Freeze the variance of Adam's state; see `WorkerCoder.begin`."""
         momenta, inverses = [], []
         for length, (tensors, numbers) in zip(self._lengths, states, strict=True):
             momentum = torch.zeros(length, dtype=self.codec.dtype)
-            inverse = torch.zeros(length, dtype=self.codec.dtype)
+            inverse = torch.zeros(length, dtype=inverse_dtype(self.codec.dtype))
             if tensors and numbers.get("step", 0.0) >= 1.0:
                 frozen, real = freeze_variance(
                     tensors["exp_avg_sq"], int(numbers["step"]), betas(options)[1]
@@ -111,67 +113,69 @@ class FrozenShard:
             momenta.append(momentum)
             inverses.append(inverse)
         self._start(momenta, inverses)
-        for error in self._errors:
-            error.zero_()
 
     def _start(self, momenta: list[torch.Tensor], inverses: list[torch.Tensor]) -> None:
-        self._noted = [False] * len(self._lengths)
-        self._momenta, self._inverses = momenta, inverses
         flags = [inverse != 0.0 for inverse in inverses]
         self.masks = [None if bool(real.all()) else pack_mask(real) for real in flags]
+        self._momenta, self._inverses = momenta, inverses
+        self._errors = [None] * len(self._lengths)
+        self.forget()
 
     def encode(
         self, segment: int, numbers: torch.Tensor, out: torch.Tensor, beta: float | None = None
     ) -> None:
         """Encode one segment, blended with the momentum if there is a beta.
 
-        What its error memory was is kept until `settle` or `restore`.
+        Its error memory stays as it is until `settle`.
 
         Raises:
-            NonFiniteGradient: see `OneBit.encode_blend`; ``fields["segment"]`` says where. All
-                error memories are as they were before the segments noted so far.
+            NonFiniteGradient: see `OneBit.signs`; ``fields["segment"]`` says where. Nothing is
+                noted any more.
         """
-        self._require_beginning()
-        length = self._lengths[segment]
-        momentum = None if beta is None else self._momenta[segment]
+        if not self._momenta:
+            self._refuse()
         try:
-            self.codec.encode_blend(
-                numbers, out, self._errors[segment],
-                momentum=momentum_parts(self.codec, momentum, length),
-                beta=beta or 0.0, mask=self.masks[segment], room=self._rooms[segment],
-            )  # fmt: skip
+            scales = self.codec.signs(self._blend(segment, numbers, beta), out)
         except NonFiniteGradient as error:
-            self.restore()
+            self.forget()
             error.fields["segment"] = segment
             raise
-        self._noted[segment] = True
+        self._noted[segment] = _Noted(scales, beta)
 
-    def _require_beginning(self) -> None:
-        if not self._momenta and self._lengths:
-            raise LocalProtocolError(
-                "code refused: a shard of 1-bit Adam; expected begin() or load_memories() first, "
-                "got neither; its variance is not frozen yet"
-            )
-        if len(self._rooms) < len(self._lengths):
-            self._rooms = [self.codec.scratch(n) for n in self._lengths]
+    def _blend(self, segment: int, numbers: torch.Tensor, beta: float | None) -> Blend:
+        momentum = None if beta is None else self._momenta[segment]
+        return Blend(numbers, self._errors[segment], momentum, beta or 0.0, self.masks[segment])
 
-    def settle(self) -> None:
-        """The error memories that `encode` noted count from now on."""
-        self._noted = [False] * len(self._lengths)
+    def _refuse(self) -> NoReturn:
+        raise LocalProtocolError(
+            "code refused: a shard of 1-bit Adam; expected begin() or load_memories() first, "
+            "got neither; its variance is not frozen yet"
+        )
 
-    def restore(self) -> None:
-        """The error memories that `encode` noted are as they were before."""
+    def settle(self, numbers: Sequence[torch.Tensor | None]) -> None:
+        """The codes made by `encode` count: error memories become what they have left out.
+
+        `move` must come next: a momentum in numbers has given up its memory.
+
+        Args:
+            numbers: per segment what `encode` was given; of the others None or anything.
+        """
         for segment, noted in enumerate(self._noted):
-            if noted:
-                self._errors[segment].copy_(self._kept(segment))
-        self.settle()
+            if noted is None:
+                continue
+            given = numbers[segment]
+            assert given is not None, f"segment {segment} was encoded"
+            target, momentum = self._errors[segment], self._momenta[segment]
+            if target is None:
+                packed = momentum.dtype == torch.uint8
+                target = torch.empty_like(given, dtype=self.codec.dtype) if packed else momentum
+            self.codec.leave(self._blend(segment, given, noted.beta), noted.scales, target)
+            self._errors[segment] = target
+        self.forget()
 
-    def _kept(self, segment: int) -> torch.Tensor:
-        """Return the error memory without what `encode` noted."""
-        if not self._noted[segment]:
-            return self._errors[segment]
-        room = self._rooms[segment]
-        return room[room.numel() - self._lengths[segment] :]
+    def forget(self) -> None:
+        """The codes made by `encode` do not count."""
+        self._noted = [None] * len(self._lengths)
 
     def move(
         self, code: torch.Tensor, values: Sequence[torch.Tensor], present: Sequence[bool],
@@ -183,17 +187,28 @@ class FrozenShard:
             NonFiniteGradient: a scale of the code is not finite; ``fields["segment"]`` says where.
                 Segments before it have moved.
         """
-        self._require_beginning()
+        if not self._momenta and self._lengths:
+            self._refuse()
+        assert not any(self._noted), "settle or forget first"
         lr, weight_decay = number(options, "lr"), number(options, "weight_decay")
         for segment, place in enumerate(self.slices):
             if not present[segment]:
                 continue
-            self._last[place].copy_(code[place])
-            self._momenta[segment] = self._last[place]
+            if self._momenta[segment].dtype != torch.uint8:
+                self._momenta[segment] = torch.empty_like(code[place])
+            self._momenta[segment].copy_(code[place])
             frozen_step(
-                self.codec, self._last[place], values[segment], self._inverses[segment],
+                self.codec, self._momenta[segment], values[segment], self._inverses[segment],
                 lr=lr, weight_decay=weight_decay,
             )  # fmt: skip
+
+    def start(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Return momentum as numbers and inverse denominator; {} before `begin`."""
+        if not self._momenta:
+            return {}
+        every = range(len(self._lengths))
+        momenta = [self._momentum(segment) for segment in every]
+        return {"momentum": momenta, "inverse": self._inverses}
 
     def _momentum(self, segment: int) -> torch.Tensor:
         momentum = self._momenta[segment]
@@ -203,27 +218,24 @@ class FrozenShard:
         self.codec.decode(momentum, numbers, self.masks[segment])
         return numbers
 
-    def errors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+    def errors(self) -> dict[str, Sequence[torch.Tensor]]:
         """Return the error memory alone; {} before `begin`."""
         if not self._momenta:
             return {}
-        return {self._error_name: [self._kept(segment) for segment in range(len(self._lengths))]}
+        errors = zip(self._errors, self._lengths, strict=True)
+        return {self._error_name: [
+            torch.zeros(n, dtype=self.codec.dtype) if each is None else each for each, n in errors
+        ]}  # fmt: skip
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """Return error memory, momentum as numbers, inverse denominator; {} before `begin`."""
-        if not self._momenta:
-            return {}
-        every = range(len(self._lengths))
-        return {
-            **self.errors(),
-            "momentum": [self._momentum(segment) for segment in every],
-            "inverse": self._inverses,
-        }
+        return {**self.errors(), **self.start()}
 
     def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Take over memories, perhaps cut otherwise, or those of the other side of this shard.
 
-        Without an error memory of its own name it starts at zero.
+        Without an error memory of its own name it starts at zero. A momentum that an answer's code
+        says is kept as that code, if the cut is at its blocks.
 
         Raises:
             SnapshotCorrupt: names, lengths or dtypes are not those of this shard.
@@ -234,30 +246,41 @@ class FrozenShard:
                 f"memories refused: expected {sorted(wanted)} and perhaps {self._error_name}, got "
                 f"{sorted(memories)}; restore a checkpoint of OneBitAdam after its freeze"
             )
+        kept = inverse_dtype(self.codec.dtype)
         for name, tensors in memories.items():
-            check_memory(name, tensors, self._lengths, self.codec.dtype)
-        self._start([t.clone() for t in memories["momentum"]],
-                    [t.clone() for t in memories["inverse"]])  # fmt: skip
-        for segment, error in enumerate(self._errors):
-            if self._error_name in memories:
-                error.copy_(memories[self._error_name][segment])
-            else:
-                error.zero_()
+            dtypes = (self.codec.dtype, kept) if name == "inverse" else (self.codec.dtype,)
+            check_memory(name, tensors, self._lengths, *dtypes)
+        # A float32 inverse is of a checkpoint written before it was rounded.
+        inverses = [t.to(kept, copy=True) for t in memories["inverse"]]
+        self._start([t.clone() for t in memories["momentum"]], inverses)
+        for segment, momentum in enumerate(self._momenta):
+            code = self.codec.code_of_decoded(momentum, self.masks[segment])
+            self._momenta[segment] = momentum if code is None else code
+        for segment, error in enumerate(memories.get(self._error_name, ())):
+            if bool(error.any()):
+                self._errors[segment] = error.clone()
+
+
+class _Noted(NamedTuple):
+    """A code that was made and does not count yet: its scales, and the share of the momentum."""
+
+    scales: torch.Tensor
+    beta: float | None
 
 
 def check_memory(
-    name: str, tensors: Sequence[torch.Tensor], lengths: Sequence[int], dtype: torch.dtype
+    name: str, tensors: Sequence[torch.Tensor], lengths: Sequence[int], *dtypes: torch.dtype
 ) -> None:
-    """Refuse a memory that is not one flat tensor per segment.
+    """Refuse a memory that is not one flat tensor per segment, all of one of the dtypes.
 
     Raises:
         SnapshotCorrupt: a length or a dtype is another.
     """
     got = [(tuple(t.shape), t.dtype) for t in tensors]
-    if got != [((length,), dtype) for length in lengths]:
+    if got not in [[((length,), dtype) for length in lengths] for dtype in dtypes]:
         raise SnapshotCorrupt(
-            f"memories refused: {name}; expected tensors of {dtype} with {list(lengths)} elements, "
-            f"got {got}; cut them as this shard is cut"
+            f"memories refused: {name}; expected tensors of {' or '.join(map(str, dtypes))} with "
+            f"{list(lengths)} elements, got {got}; cut them as this shard is cut"
         )
 
 
@@ -283,7 +306,7 @@ class OneBitAdamWorker(WorkerCoder):
     def encode(
         self, gradients: Sequence[torch.Tensor | None], code: torch.Tensor, options: Options
     ) -> None:
-        self._shard.restore()
+        self._shard.forget()
         beta = betas(options)[0]
         for segment, gradient in enumerate(gradients):
             out = code[self._shard.slices[segment]]
@@ -292,11 +315,11 @@ class OneBitAdamWorker(WorkerCoder):
             else:
                 self._shard.encode(segment, gradient, out, beta)
 
-    def keep(self) -> None:
-        self._shard.settle()
+    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+        self._shard.settle(gradients)
 
     def forget(self) -> None:
-        self._shard.restore()
+        self._shard.forget()
 
     def install(
         self, code: torch.Tensor, values: Sequence[torch.Tensor], present: Sequence[bool],
@@ -352,12 +375,11 @@ class OneBitAdamServer(ServerCoder):
                 shard.encode(segment, mean[span], self.code[place])
             else:
                 self.code[place].zero_()
-        shard.settle()
+        shard.settle([mean[span] for span in self._spans])
         shard.move(self.code, self._values, present, options)
 
     def start(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        memories = self._shard.memories()
-        return {name: memories[name] for name in ("momentum", "inverse")}
+        return self._shard.start()
 
     def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
         return self._shard.memories()

@@ -16,6 +16,8 @@ NAMES: Final = {
     "pull_bytes": "updated value bytes installed (worker)",
     "steps": "steps finished (worker)",
     "wait_s": "seconds the script waited in step() (worker)",
+    "late_steps": "steps that were made without this worker (worker)",
+    "dropped_pushes": "pushes of workers that were too late for their step (server)",
     "updates": "shard updates applied (server)",
     "staleness_sum": "staleness of all updates in ssp and async; by updates: its mean (server)",
     "staleness_0": "updates that no other came before since their value was read (server)",

@@ -111,6 +111,13 @@ class Announce(Effect, frozen=True):
     once: bool = False
 
 
+class Count(Effect, frozen=True):
+    """Add to one of this node's counters (`paradis.observe.metrics`)."""
+
+    name: str
+    amount: int = 1
+
+
 class Fail(Effect, frozen=True):
     """This node cannot go on: error class and text. The driver ends the node."""
 
@@ -128,7 +135,11 @@ class End(Effect, frozen=True):
 
 
 class Complete(Effect, frozen=True):
-    """Wake the script's thread that waits for ``what`` (``step``, ``plan``, ``pull``, ...)."""
+    """Wake the script's thread that waits for ``what`` (``step``, ``plan``, ``pull``, ...).
+
+    Attributes:
+        late: of a step: it was made without this worker, whose count of steps has jumped.
+    """
 
     group: int
     what: str
@@ -136,6 +147,7 @@ class Complete(Effect, frozen=True):
     error: str = ""
     text: str = ""
     found_inf: bool = False
+    late: bool = False
     squares: dict[int, float] = {}
     plan: Plan | None = None
     path: str = ""
@@ -172,6 +184,25 @@ class Keep(Effect, frozen=True):
 
     group: int
     shard: int
+
+
+class Refund(Effect, frozen=True):
+    """The group's step was made without this worker: what its codes noted does not count."""
+
+    group: int
+
+
+class TakeMemories(Effect, frozen=True):
+    """The payload holds what a shard's codes start from: the worker's coder goes on from there.
+
+    What this worker's own codes have left out stays.
+    """
+
+    group: int
+    shard: int
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    lease: int
 
 
 class KeepState(Effect, frozen=True):
@@ -366,8 +397,13 @@ class Persist(Effect, frozen=True):
 
 
 class WriteManifest(Effect, frozen=True):
-    """All parts are on disk: write the manifest, last."""
+    """All parts are on disk: write the manifest, last.
+
+    Attributes:
+        benefit: the codec that was measured, and ``on`` or ``off``; empty: nothing is decided.
+    """
 
     info: CheckpointInfo
     plans: tuple[Plan, ...]
     parts: tuple[Saved, ...]
+    benefit: str = ""

@@ -42,7 +42,7 @@ def freezes(optimizer: str, coded_from: int) -> bool:
 
 def measures(group: HeldGroup) -> bool:
     """Whether the leader wants to know how large v is here after the group's present step."""
-    wanted = freezes(group.optimizer, group.coded_from)
+    wanted = freezes(group.optimizer, group.coded_steps.begin)
     if not wanted or not rule_of(group.options[0]).recorded(group.step + 1):
         return False
     return any(shard.plan.codec for shard in group.shards.values())

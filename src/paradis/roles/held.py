@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paradis.core.aggregation import Collection
+from paradis.core.codes import CodedSteps
+from paradis.core.quorum import Quorum
 from paradis.ids import NodeId
 from paradis.roles import events as ev
 from paradis.roles.stale_state import StaleGroup, StaleShard
@@ -90,18 +92,19 @@ class HeldGroup:
         skipped: the last step that was skipped, below -1 if none.
         copied: the checkpoint whose copy is complete.
         gone: ranks whose early finish was told.
-        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
+        coded_steps: those whose gradients and updates travel as codes.
         norms_of_v: shard -> parameter -> L1 norm of Adam's v, where the leader wants to know.
         ahead: what is known ahead of the commits, with early updates.
         reordered: the last step whose commits changed the admission order, below -1 if none.
+        quorum: who makes the steps, where not everybody is waited for.
         ranks: who trains it; empty: all workers.
         saving: ``asked`` or ``copying``: a copy of whatever step the group is at; empty: none.
     """
 
     __slots__ = ("index", "step", "parts", "shards", "commits", "norms", "specs", "measuring",
                  "squares", "optimizer", "verdict", "options", "since_ns", "copying", "copied",
-                 "skipped", "gone", "unfinished", "coded_from", "norms_of_v", "ahead",
-                 "reordered", "stale", "ranks", "saving")  # fmt: skip
+                 "skipped", "gone", "unfinished", "coded_steps", "norms_of_v", "ahead",
+                 "reordered", "stale", "quorum", "ranks", "saving")  # fmt: skip
 
     def __init__(self, index: int, step: int) -> None:
         self.index = index
@@ -121,17 +124,18 @@ class HeldGroup:
         self.skipped = -2
         self.gone: dict[int, None] = {}
         self.unfinished = 0
-        self.coded_from = -1
+        self.coded_steps = CodedSteps()
         self.norms_of_v: dict[int, dict[int, float]] = {}
         self.ahead = Ahead()
         self.reordered = -2
         self.stale: StaleGroup | None = None
+        self.quorum: Quorum | None = None
         self.ranks: tuple[int, ...] = ()
         self.saving = ""
 
     def coded_at(self, step: int) -> bool:
         """Whether a step travels as codes, where a shard's plan names a codec."""
-        return 0 <= self.coded_from <= step
+        return step in self.coded_steps
 
     def catch_up(self, step: int) -> None:
         """A worker is at ``step``: a node without active shards has no other way to know."""
@@ -155,6 +159,8 @@ class HeldGroup:
         self.verdict = ""
         self.measuring = 0
         self.squares = {}
+        if self.quorum is not None:
+            self.quorum.next_step()
 
     def said(self, rank: int) -> msg.StepCommit | None:
         """Return what the rank last said that counts, by a commit or a norm request."""

@@ -19,8 +19,8 @@ from paradis.core.worker_groups import ranks_of
 from paradis.ids import NodeId, dispatcher_id, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.freezing import Freezing, freezes, rule_of
-from paradis.roles.leader_views import LeaderConfig, LeaderViews, Member
+from paradis.roles.leader_codes import LeaderCodes
+from paradis.roles.leader_views import LeaderConfig, Member
 from paradis.roles.planning import make_plan, weigh_servers
 from paradis.roles.saves import Saves
 from paradis.settings import SharedSettings
@@ -37,7 +37,7 @@ _SAID_MAX = 64
 """Announcements remembered so that they are not repeated."""
 
 
-class LeaderRole(LeaderViews):
+class LeaderRole(LeaderCodes):
     """Pure state machine of the leading dispatcher's control duty."""
 
     def __init__(self, config: LeaderConfig) -> None:
@@ -50,7 +50,6 @@ class LeaderRole(LeaderViews):
         self._said: dict[str, None] = {}
         self._saves_until_ns = 0
         self._next_shard = 0
-        self._freezing: dict[int, Freezing] = {}
 
     def handle(self, event: ev.Event, now_ns: int) -> list[fx.Effect]:
         """Take one event, return what to do about it."""
@@ -102,6 +101,8 @@ class LeaderRole(LeaderViews):
                     self._announce(message.level, message.text)
             case msg.Variance():
                 self._on_variance(message)
+            case msg.Pace():
+                self._on_pace(message)
             case msg.Report():
                 self._reports[message.node] = message.counters
             case msg.MemoriesCopied():
@@ -211,36 +212,11 @@ class LeaderRole(LeaderViews):
             generation=self.generation, first_parameter=first, first_shard=self._next_shard,
             placed=placed,
         )  # fmt: skip  # a plan adds shards to a view: frames in flight stay valid
-        plan = self._of_worker_group(plan)
+        plan = self._with_trial(self._of_worker_group(plan), register)
         self._next_shard += len(plan.shards)
         self.plans[key] = plan
         self._publish(plan)
         self._watch_variance(plan)
-
-    def _watch_variance(self, plan: msg.Plan) -> None:
-        """Decide when a group of 1-bit Adam may freeze its variance, unless its user did."""
-        servers = {s.server for s in plan.shards if s.codec}
-        watch = self._freezing.get(plan.group)
-        if watch is not None:
-            watch.extend(servers)
-        elif plan.part == 0 and servers and freezes(plan.optimizer, plan.coded_from):
-            warm_up = plan.options[0].get("warm_up_steps", 0)
-            assert isinstance(warm_up, int)
-            self._freezing[plan.group] = Freezing(
-                rule_of(plan.options[0]), servers, warm_up_steps=warm_up
-            )
-
-    def _on_variance(self, message: msg.Variance) -> None:
-        watch = self._freezing.get(message.group)
-        step = watch.on_variance(message) if watch is not None else None
-        if step is None:
-            return
-        del self._freezing[message.group]
-        self._announce("info", f"group {message.group}: the variance is steady; gradients and "
-                       f"updates travel as one bit per element from step {step} on")  # fmt: skip
-        for node in self._of_role("worker"):
-            if not self.nodes[node].gone:
-                self._send(node, msg.Freeze(group=message.group, step=step))
 
     def _call(self, group: int) -> int:
         """Return the number of the ``wrap`` call that a group is of."""
@@ -289,7 +265,7 @@ class LeaderRole(LeaderViews):
 
     def _save_without(self, rank: int) -> None:
         told, ready = self._saves.left(rank)
-        self._out.extend(ready)
+        self._out.extend(self._with_benefit(manifest) for manifest in ready)
         for message in told:
             self._send(worker_id(0), message)
 
@@ -301,6 +277,7 @@ class LeaderRole(LeaderViews):
         self._publish_view(members, self.view.tree, self.view.racks)
         for key in list(self._registered):
             self._plan_if_complete(key, now_ns)
+        self._weigh_all()
 
     def _on_host_group_lost(self, lost: msg.HostGroupLost) -> None:
         """The workers of a host push directly from now on."""
@@ -442,7 +419,7 @@ class LeaderRole(LeaderViews):
         plans = tuple(p for _, p in sorted(self.plans.items()))
         answer = self._saves.note(message, plans)
         if isinstance(answer, fx.WriteManifest):
-            self._out.append(answer)
+            self._out.append(self._with_benefit(answer))
         else:
             self._checkpoint_done(answer)
         if isinstance(message, msg.CheckpointInfo):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from paradis.core.benefit import BenefitRule
 from paradis.core.host_groups import obstacle
 from paradis.core.tree import Tree, default_tree, rack_group
 from paradis.core.worker_groups import decode
@@ -26,6 +27,7 @@ class LeaderConfig:
         servers: all of them; dedicated ones come first.
         colocated: the last ``workers`` of the servers stand beside worker 0, 1, ...
         tree: logical groups of ranks; empty: one group per rack.
+        benefit: how the benefit of codes is measured, where the settings want it.
         first_generation: last generation and incarnation of an earlier life of this job's store.
     """
 
@@ -37,6 +39,7 @@ class LeaderConfig:
     shared: dict[str, msg.Scalar]
     colocated: bool = False
     tree: Tree = ()
+    benefit: BenefitRule = BenefitRule()
     first_generation: int = 0
     first_incarnation: int = 0
 
@@ -148,6 +151,7 @@ class LeaderViews:
         """A rack agent is used where the rack has several workers and the job several racks."""
         mode = self.config.settings.rack_aggregation
         early = self.config.settings.early_update
+        direct = early or self.config.settings.backup_workers > 0
         left_out: list[str] = []
         racks: dict[str, tuple[str, tuple[int, ...]]] = {}
         for rack, ranks in by_rack.items():
@@ -155,11 +159,12 @@ class LeaderViews:
             pays = mode == "on" or (mode == "auto" and len(ranks) > 1 and len(by_rack) > 1)
             usable = agents and pays and rack_group(tree, ranks) is not None
             usable = usable and len(self.worker_groups) < 2  # its workers may train others
-            if usable and early:
+            if usable and direct:
                 left_out.append(rack)
-            racks[rack] = (agents[0] if usable and not early else "", tuple(ranks))
+            racks[rack] = (agents[0] if usable and not direct else "", tuple(ranks))
         if left_out:
-            text = f"with training.early_update no rack agent sums for {', '.join(left_out)}"
+            why = "early_update" if early else "backup_workers"
+            text = f"with training.{why} no rack agent sums for {', '.join(left_out)}"
             self._announce("warning", f"{text}: workers push directly to the servers")
         return racks
 
@@ -174,12 +179,8 @@ class LeaderViews:
         mode = settings.local_reduction
         several = len(self.worker_groups) > 1
         modes = {g.mode for g in self.worker_groups} or {settings.mode}
-        if (
-            several
-            or modes != {"sync"}
-            or settings.early_update
-            or settings.overlap == "double_buffer"
-        ):
+        direct = settings.early_update or settings.backup_workers > 0
+        if several or modes != {"sync"} or direct or settings.overlap == "double_buffer":
             return {}  # `on` is refused with these
         by_host: dict[str, list[int]] = {}
         for rank in ranks:

@@ -104,8 +104,9 @@ def make_plan(
         first_parameter=first_parameter, parameters=register.parameters,
         optimizer=register.optimizer, options=register.options, shards=shards,
         step=register.step, restore="" if register.step else settings.restore,
-        coded_from=register.coded_from,
+        coded_from=register.coded_from, coded_until=register.coded_until,
         mode=mode_of(settings), staleness=settings.staleness, scaling=settings.staleness_scaling,
+        backup=settings.backup_workers if mode_of(settings) == "sync" else 0,
     )  # fmt: skip
 
 

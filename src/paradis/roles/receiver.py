@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from paradis.core.aggregation import Contribution
+from paradis.core.codes import CodedSteps
 from paradis.core.flow import Ledger
 from paradis.core.host_groups import Routes, host_route, owner_on, route_end
 from paradis.core.tree import Tree, order, restrict
@@ -15,7 +16,7 @@ from paradis.ids import LEADER, NodeId, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.held import HeldGroup, HeldShard
-from paradis.roles.worker_state import shard_sizes
+from paradis.roles.worker_state import push_bytes, shard_sizes
 from paradis.wire import messages as msg
 
 
@@ -185,7 +186,9 @@ class Receiver:
         return self._ledgers[key]
 
     def _quota(self, group: HeldGroup) -> int:
-        return max(self.quota_bytes, *(2 * s.nbytes for s in group.shards.values()), 0)
+        # In full, as the next steps may be whose gradients travel as codes now.
+        largest = max((push_bytes(s.plan, coded=False) for s in group.shards.values()), default=0)
+        return max(self.quota_bytes, 2 * largest)
 
     def _ack(self, target: NodeId, push: msg.DataMessage, *, credit: bool) -> None:
         ack = msg.PushAck(
@@ -379,8 +382,8 @@ class Receiver:
         group.ranks = plan.ranks
         group.specs.extend(plan.parameters)
         mine = tuple(shards)
-        if not plan.part:
-            group.coded_from = plan.coded_from
+        # Of a later part, too: its servers may have owned nothing so far.
+        group.coded_steps = CodedSteps(plan.coded_from, plan.coded_until)
         for shard_plan in mine:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import msgspec
 
-from paradis.core.codes import NUMBERS
+from paradis.core.codes import NUMBERS, CodedSteps
 from paradis.core.host_groups import route_end
 from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles import step_rules
 from paradis.roles.held import HeldGroup, HeldShard, parameter_present
-from paradis.roles.server_early import ServerEarly
+from paradis.roles.server_quorum import ServerQuorum
 from paradis.roles.server_stale import StaleSteps
 from paradis.wire import messages as msg
 
 
-class ServerRole(ServerEarly, StaleSteps):
+class ServerRole(ServerQuorum, StaleSteps):
     """Pure state machine of one server.
 
     Args:
@@ -103,6 +103,7 @@ class ServerRole(ServerEarly, StaleSteps):
         mine = [s for s in plan.shards if s.server == self.node]
         if self.adopt_plan(plan, mine):
             self.open_stale(plan)
+            self.open_quorum(plan)
             if plan.coded_from == plan.step:
                 self._out.append(fx.BeginCodes(plan.group, plan.options))
             for shard in mine if plan.restore else ():
@@ -124,6 +125,10 @@ class ServerRole(ServerEarly, StaleSteps):
                     self._on_commit(event.source, message, now_ns)
             case msg.Begin():
                 self._on_begin(message)
+            case msg.Quorum():
+                self._on_word(message)
+            case msg.Holding():
+                self._on_holding(message)
             case msg.Assign():
                 self._on_assign(event, message)
             case msg.Pull():
@@ -143,6 +148,8 @@ class ServerRole(ServerEarly, StaleSteps):
         self, source: NodeId, message: msg.Commit | msg.NormRequest, now_ns: int
     ) -> None:
         group = self.groups.get(message.group)
+        if isinstance(message, msg.Commit) and self._late_or_again(source, message, group):
+            return
         if group is None or message.step != group.step:
             if group is not None:
                 self._confirm_again(source, message, group)
@@ -177,7 +184,7 @@ class ServerRole(ServerEarly, StaleSteps):
         if group.stale is not None:
             self.go_on_all(group)
             return
-        if not group.verdict and self.everybody(group, group.commits) and group.commits:
+        if not group.verdict and self._may_judge(group):
             self._judge(group)
         # Backwards through the admission order: backward ends where the next forward begins.
         for shard in sorted(group.shards.values(), key=lambda s: -s.plan.priority):
@@ -202,9 +209,8 @@ class ServerRole(ServerEarly, StaleSteps):
         if group.verdict == "skip":
             group.skipped = group.step
         group.options = commits[members[0]].options
-        told = {c.coded_from for c in commits.values()}
-        if group.coded_from < 0 <= min(told) and len(told) == 1:  # all servers see these commits
-            group.coded_from = max(told.pop(), group.step + 1)
+        told = [CodedSteps(c.coded_from, c.coded_until) for c in commits.values()]
+        group.coded_steps = group.coded_steps.agreed(told, group.step)  # on all servers alike
         self._adopt_order(group, commits[members[0]].order)
 
     def _adopt_order(self, group: HeldGroup, order: tuple[int, ...]) -> None:
@@ -250,6 +256,8 @@ class ServerRole(ServerEarly, StaleSteps):
         """Sum, apply or finish a shard as far as it can go."""
         if shard.passive or shard.applying or self.view is None or not shard.initialized:
             return
+        if group.quorum is not None and group.quorum.word is None:
+            return  # it is not known whose gradients count
         current = shard.version == group.step
         members = self.members(group) if current else self.present(group)
         if not members or group.saving == "copying":
@@ -345,7 +353,7 @@ class ServerRole(ServerEarly, StaleSteps):
             found_inf=group.verdict == "skip", priority=shard.plan.priority,
             codec=NUMBERS[shard.plan.codec] if coded else 0,
             present=shard.present if coded else b"",
-            coded_from=group.coded_from,
+            coded_from=group.coded_steps.begin, coded_until=group.coded_steps.end,
         )  # fmt: skip
         payload: fx.Payload | None = fx.Sections(group.index, shard.plan.shard)
         if coded:
@@ -362,8 +370,12 @@ class ServerRole(ServerEarly, StaleSteps):
         table = group.commits or group.norms
         missing = [r for r in self.members(group) if r not in table]
         waited_ns = now_ns - group.since_ns
-        if missing and waited_ns >= self.warning_ns:
+        text = ""
+        if missing:
             text = step_rules.sync_timeout_text(self.node, group, missing, waited_ns)
+        elif lacking := self.lacking(group):
+            text = step_rules.transfer_timeout_text(self.node, group, lacking, waited_ns)
+        if text and waited_ns >= self.warning_ns:
             if waited_ns >= self.timeout_ns:
                 self._refuse(group, "DeadlineExceeded", text + "; giving up")
                 return

@@ -102,6 +102,10 @@ class ServerEarly(ServerValues):
                     return step_rules.early_refusal_text(group.step, text)
         return ""
 
+    def _may_judge(self, group: HeldGroup) -> bool:
+        """Whether all whose commits count have committed."""
+        return self.everybody(group, group.commits) and bool(group.commits)
+
     # ----------------------------------------------------------------- its end
 
     def _end_step(self, group: HeldGroup) -> None:
@@ -114,7 +118,7 @@ class ServerEarly(ServerValues):
         measured = freezing.measures(group)
         group.next_step(group.step + 1)
         self.copy_as_is(group)
-        if group.coded_from == group.step:
+        if group.coded_steps.begin == group.step:
             self._out.append(fx.BeginCodes(group.index, group.options))
         if measured:  # also if nothing was updated here: the leader waits for all
             self._send("dispatcher-0", freezing.variance(self.node, group))
@@ -133,7 +137,8 @@ class ServerEarly(ServerValues):
             order = {s.plan.shard: s.plan.priority for s in group.shards.values() if not s.passive}
         self._send(target, msg.Confirmed(
             generation=self.view.generation if self.view else 0, group=group.index, step=step,
-            version=step + 1, priorities=order, coded_from=group.coded_from,
+            version=step + 1, priorities=order, coded_from=group.coded_steps.begin,
+            coded_until=group.coded_steps.end,
         ))  # fmt: skip
 
 

@@ -41,9 +41,11 @@ class ServerValues(ServerReading):
             shard=pull.shard, step=pull.step, version=shard.version, sequence=pull.sequence,
             found_inf=group.skipped == shard.version - 1, priority=shard.plan.priority,
             unchanged=unchanged, codec=NUMBERS[shard.plan.codec] if coded and not unchanged else 0,
-            present=shard.present if coded else b"", coded_from=group.coded_from,
+            present=shard.present if coded else b"", coded_from=group.coded_steps.begin,
+            coded_until=group.coded_steps.end,
         )  # fmt: skip
-        payload: fx.Payload = fx.Sections(group.index, pull.shard)
+        # With backup workers others go on while an answer to a repeated question is on its way.
+        payload: fx.Payload = fx.Sections(group.index, pull.shard, copied=group.quorum is not None)
         if coded:
             payload = fx.Code(pull.shard)
         self._send(source, update, None if unchanged else payload)
@@ -64,7 +66,9 @@ class ServerValues(ServerReading):
         group, shard = found
         group.catch_up(message.step)
         stamp = (message.step, message.revision) if not message.at_step else (message.step, 1 << 30)
-        if stamp <= shard.assigned or message.step != group.step:
+        # A buffer is nobody's to update: the worker that gives it may be behind or ahead.
+        free = group.quorum is not None and shard.passive
+        if stamp <= shard.assigned or (message.step != group.step and not free):
             self._drop(event)
             if shard.assigning is None:
                 self._send_assign_ack(event.source, message)
@@ -117,7 +121,8 @@ class ServerValues(ServerReading):
             shard=pull.shard, step=pull.step, version=found[1].version, sequence=pull.sequence,
         )  # fmt: skip
         keys = ("memories",) if pull.memories else ("*",)
-        self._send(source, state, fx.Sections(pull.group, pull.shard, keys))
+        copied = found[0].quorum is not None
+        self._send(source, state, fx.Sections(pull.group, pull.shard, keys, copied))
 
     # ------------------------------------------------------------ norms, saves
 

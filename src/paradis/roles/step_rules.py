@@ -145,6 +145,22 @@ def sync_timeout_text(node: str, group: HeldGroup, missing: Sequence[int], waite
     )
 
 
+def transfer_timeout_text(
+    node: str, group: HeldGroup, lacking: Sequence[int], waited_ns: int
+) -> str:
+    """Return the ``Gradient sync timeout`` line where a version may not be overwritten yet.
+
+    Args:
+        lacking: ranks that have not said that they have it.
+    """
+    who = ", ".join(f"worker {r}" for r in lacking)
+    return (
+        f"Gradient sync timeout: step {group.step} of group {group.index} on {node} has waited "
+        f"{waited_ns / 1e9:.1f} s for {who} to receive the values of version {group.step}, which "
+        "are kept for it until then; its link is slow or cut, or it hangs: look at its log"
+    )
+
+
 def bound_timeout_text(
     node: str, group: int, waiting: tuple[int, int], slow: Sequence[int], bound: int, waited_ns: int
 ) -> str:

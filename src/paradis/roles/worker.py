@@ -9,18 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
+from paradis.core.benefit import StepMeter
+from paradis.core.codes import CodedSteps
 from paradis.core.flow import ASSIGN, Outbox
 from paradis.ids import LEADER, NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.roles.worker_early import WorkerEarly
+from paradis.roles.worker_quorum import WorkerQuorum
 from paradis.roles.worker_reading import WorkerReading
 from paradis.roles.worker_sharing import WorkerSharing
-from paradis.roles.worker_state import Group, Shard, WorkerConfig
+from paradis.roles.worker_state import Group, Shard, WorkerConfig, choosing_server
 from paradis.wire import messages as msg
 
 
-class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
+class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
     """Pure state machine of one worker process.
 
     Args:
@@ -46,7 +48,8 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
                 self._on_control(event.message)
             case ev.Received():
                 # Others' repeated commits bring requests, too: those are no answer to this worker.
-                self._heard = self._heard or not isinstance(event.message, msg.Resend)
+                asks = isinstance(event.message, msg.Resend | msg.Quorum)
+                self._heard = self._heard or not asks
                 self._on_data(event)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -60,15 +63,16 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
             case ev.HostGroupBroken():
                 self._on_host_group_broken(event.reason)
             case _:
-                self._on_script(event)
+                self._on_script(event, now_ns)
         self._arm_retry(event, now_ns)
         return self._out
 
-    def _on_script(self, event: ev.Event) -> None:
+    def _on_script(self, event: ev.Event, now_ns: int) -> None:
         match event:
             case ev.StepBegun():
                 self._on_begun(event)
             case ev.StepClosed():
+                self._take_time(self.groups[event.group], now_ns)
                 self._close(event, commit=True)
             case ev.NormAsked():
                 self._close(event, commit=False)
@@ -98,6 +102,15 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
                 text = f"{self.node}: {event.what}: {event.text}"
                 self._send(LEADER, msg.Failed(error=event.error, text=text))
 
+    def _take_time(self, group: Group, now_ns: int) -> None:
+        """Tell the leader how long steps take, once for each way in which they travel."""
+        times = group.meter.closed(now_ns, coded=group.coded) if group.meter is not None else ()
+        if times:
+            self._send(LEADER, msg.Pace(
+                rank=self.config.rank, group=group.index, step=group.step, coded=group.coded,
+                times_ns=times,
+            ))  # fmt: skip
+
     # ---------------------------------------------------------------- control
 
     def _on_control(self, message: object) -> None:
@@ -111,7 +124,8 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
                 self._on_plan(message)
             case msg.Freeze():
                 if message.group in self.groups:
-                    self.groups[message.group].told = message.step
+                    told = CodedSteps(message.step, message.until)
+                    self.groups[message.group].told = told
             case msg.CopyMemories():
                 self._on_copy(message)
             case msg.MemoriesCopied():
@@ -180,7 +194,10 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
         group.clocked = plan.mode != "sync"
         agent = "" if group.clocked else self._agent()
         if not plan.part:
-            group.coded_from = plan.coded_from
+            group.coded_steps = CodedSteps(plan.coded_from, plan.coded_until)
+            if plan.window_steps:
+                group.meter = StepMeter(plan.settle_steps, plan.window_steps)
+            group.backup, group.chooser = plan.backup, choosing_server(plan)
         for shard in plan.shards:
             through = agent and not shard.is_buffer and not shard.codec
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
@@ -224,6 +241,10 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
                 self._on_refusal(group, message)
             case msg.Confirmed():
                 self._on_confirmed(group, event.source, message)
+            case msg.Quorum():
+                self._on_word(group, event.source, message)
+            case msg.Late():
+                self._on_late(group, message)
         self._release(event)
 
     def _finish_if_done(self, group: Group) -> None:
@@ -231,6 +252,7 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
             return
         found_inf = group.found_inf
         group.next_step()
+        self._say_held(group)
         for checkpoint, step in group.copies.items():
             if step == group.step:
                 self._out.append(fx.Copy(group.index, checkpoint, step))
@@ -253,6 +275,7 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerEarly):
                 self._begin_again(group, peer)
             if group.closed and group.busy:
                 self._send_commit(group, only=peer)
+                self._carry_word(group, only=peer)
             self._pull(group, only=peer)
             self._pull_state(group, only=peer)
             if group.snapshot is not None:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+from paradis.core.codes import CodedSteps
 from paradis.ids import NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -90,7 +91,8 @@ class WorkerEarly(WorkerValues):
         if confirmed.step != group.step or not group.committed:
             return
         group.confirming.pop(source, None)
-        group.coded_from = max(group.coded_from, confirmed.coded_from)
+        heard = CodedSteps(confirmed.coded_from, confirmed.coded_until)
+        group.coded_steps = group.coded_steps.later(heard)
         for shard_id, place in confirmed.priorities.items():
             group.shards[shard_id].next_priority = place
         self._finish_if_done(group)

@@ -50,6 +50,9 @@ class WorkerPushes:
     def _finish_if_done(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
+    def _acknowledged(self, group: Group) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
     def _install_early(self, group: Group) -> None:
         raise AssertionError("subclass")  # pragma: no cover
 
@@ -186,6 +189,7 @@ class WorkerPushes:
             if self.config.early_update:
                 group.confirming = dict.fromkeys(s.server for s in trainable)
             group.found_inf = False
+            group.closed_steps += 1
         else:
             group.squares = {}
             group.norm_round += 1
@@ -327,6 +331,7 @@ class WorkerPushes:
             if ack.credit:
                 box.returned(ack.shard)
         self._pump_box(group, source)
+        self._acknowledged(group)
 
     def _on_resend(self, group: Group, resend: msg.Resend) -> None:
         shard = group.shards.get(resend.shard)

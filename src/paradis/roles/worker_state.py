@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paradis.wire.messages import CheckpointInfo, Plan, ShardPlan, StepCommit, Update
+from paradis.core.benefit import StepMeter
+from paradis.core.codes import CodedSteps
+from paradis.wire.messages import CheckpointInfo, Plan, Quorum, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                  "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # fmt: skip
@@ -31,6 +33,12 @@ def push_bytes(plan: ShardPlan, *, coded: bool) -> int:
     if coded and plan.codec:
         return plan.code_bytes
     return plan.length * ELEMENT_BYTES[plan.dtype]
+
+
+def choosing_server(plan: Plan) -> str:
+    """Return the server that chooses who makes a step: it has the first shard with gradients."""
+    shards = [s for s in plan.shards if not s.is_buffer and s.length]
+    return min(shards, key=lambda s: s.shard).server if shards else ""
 
 
 def shard_sizes(plan: Plan) -> dict[int, int]:
@@ -145,8 +153,9 @@ class Group:
         pull_round: number of the last request for values, so that an earlier answer is known;
             likewise ``norm_round``, ``state_round`` and ``assign_count``.
         started: receiver -> (step, parts) its outbox was begun for.
-        coded_from: first step whose gradients and updates travel as codes, -1: not known yet.
-        told: what the leader says that it may be.
+        coded_steps: those whose gradients and updates travel as codes.
+        told: what the leader says that they may be.
+        meter: takes the time of steps, where the leader wants to know; or None.
         copies: checkpoint -> step, of which this worker's part is to be copied, or is; last few.
         begun: what was said ahead of the commit, with early updates.
         early: shard -> update and lease of those that wait for ``step()``.
@@ -155,6 +164,12 @@ class Group:
         clocked: each worker has its own clock (modes ``ssp`` and ``async``): a step is answered
             with whatever version its shards have then.
         ranks: who trains it; empty: all workers.
+        backup: workers that a step does without; then ``chooser`` is the server that chooses.
+        word: who makes the present step, once that is known, of a step that this worker makes.
+        let_in: version to go on with in place of a step that was made without this worker, until
+            that is begun; -1: none.
+        catching: the values of that version are being fetched.
+        closed_steps: how often ``step()`` was called; ``late_steps``: how often it was late.
     """
 
     index: int
@@ -164,8 +179,9 @@ class Group:
     committed: bool = False
     commit: StepCommit | None = None
     found_inf: bool = False
-    coded_from: int = -1
-    told: int = -1
+    coded_steps: CodedSteps = CodedSteps()
+    told: CodedSteps = CodedSteps()
+    meter: StepMeter | None = None
     state_memories: bool = False
     assign_count: int = 0
     norm_round: int = 0
@@ -173,6 +189,13 @@ class Group:
     state_round: int = 0
     clocked: bool = False
     ranks: tuple[int, ...] = ()
+    backup: int = 0
+    chooser: str = ""
+    word: Quorum | None = None
+    let_in: int = -1
+    catching: bool = False
+    closed_steps: int = 0
+    late_steps: int = 0
     snapshot: CheckpointInfo | None = None
     copies: dict[str, int] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
@@ -210,25 +233,25 @@ class Group:
         """All updates are installed: the next step begins."""
         self.step += 1
         self.closed = self.committed = False
-        self.commit = self.begun = None
+        self.commit = self.begun = self.word = None
         self.missed = {}
         for shard in self.shards.values():
             shard.reset()
             shard.alone = shard.detour = shard.alone_at == self.step and shard.owner >= 0
         self.resize()
-        self._reorder()
+        self.reorder()
 
     @property
     def coded(self) -> bool:
         """Whether the present step travels as codes, where a shard's plan names a codec."""
-        return 0 <= self.coded_from <= self.step
+        return self.step in self.coded_steps
 
     def resize(self) -> None:
         """Take note of how large the step's gradients are."""
         for shard in self.shards.values():
             shard.nbytes = push_bytes(shard.plan, coded=self.coded)
 
-    def _reorder(self) -> None:
+    def reorder(self) -> None:
         """Take over the admission order that came with the updates, on all workers at once."""
         for shard in self.shards.values():
             if shard.next_priority not in (-1, shard.plan.priority):
@@ -239,4 +262,6 @@ class Group:
 def commit_with_revisions(commit: StepCommit, group: Group) -> StepCommit:
     """Return the commit with the revisions that count."""
     revisions = {s.plan.shard: s.revision for s in group.ordered() if s.present and s.revision}
-    return msgspec.structs.replace(commit, revisions=revisions, coded_from=group.told)
+    return msgspec.structs.replace(
+        commit, revisions=revisions, coded_from=group.told.begin, coded_until=group.told.end
+    )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from paradis.core.codes import CodedSteps
 from paradis.core.flow import ASSIGN
 from paradis.ids import LEADER, NodeId, worker_id
 from paradis.roles import effects as fx
@@ -54,9 +55,13 @@ class WorkerValues(WorkerPushes):
         """Values that the script changed: the lowest rank's go to the servers within the step."""
         assert group.commit is not None
         if min(self.members(group)) == self.config.rank:
-            group.assign_count += 1
-            for shard_id in group.commit.changed:
-                self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
+            self._queue_changes(group)
+
+    def _queue_changes(self, group: Group) -> None:
+        assert group.commit is not None
+        group.assign_count += 1
+        for shard_id in group.commit.changed:
+            self._queue_assign(group, group.shards[shard_id], (("value",), (), {}))
 
     def _queue_assign(self, group: Group, shard: Shard, assignment: Assignment) -> None:
         shard.assign = assignment
@@ -167,11 +172,11 @@ class WorkerValues(WorkerPushes):
         group.waiting.pop(update.shard)
         group.shards[update.shard].version = update.version
         if not group.committed:
-            if not group.waiting:
-                self._out.append(fx.Complete(group.index, "pull", group.step))
+            self._pulled(group, update)
             return
         group.found_inf |= update.found_inf
-        group.coded_from = max(group.coded_from, update.coded_from)
+        heard = CodedSteps(update.coded_from, update.coded_until)
+        group.coded_steps = group.coded_steps.later(heard)
         if not self.config.early_update:  # else one sent ahead does not know yet: `Confirmed` does
             group.shards[update.shard].next_priority = update.priority
         self._over(group, update.shard)
@@ -179,6 +184,11 @@ class WorkerValues(WorkerPushes):
             self._pump(group)
         else:
             self._finish_if_done(group)
+
+    def _pulled(self, group: Group, update: msg.Update) -> None:
+        """A value that was asked for outside of a step is in."""
+        if not group.waiting:
+            self._out.append(fx.Complete(group.index, "pull", group.step))
 
     def _over(self, group: Group, shard_id: int) -> None:
         """A shard has its update: nobody waits for its gradient any more."""
@@ -225,6 +235,8 @@ class WorkerValues(WorkerPushes):
 
     def _on_state(self, group: Group, state: msg.State, event: ev.Received) -> None:
         version = state.version if group.clocked else group.step
+        if group.backup and not group.catching:  # others may have gone on
+            version = max(state.version, group.step)
         expected = (version, group.state_round)
         if state.shard not in group.state_waiting or not event.lease or expected != (
             state.version, state.sequence,
@@ -232,10 +244,11 @@ class WorkerValues(WorkerPushes):
             self._release(event)
             return
         group.state_waiting.pop(state.shard)
+        self._take_state(group, state, event.lease)
+
+    def _take_state(self, group: Group, state: msg.State, lease: int) -> None:
         self._out.append(
-            fx.KeepState(
-                group.index, state.shard, state.keys, state.dtypes, state.scalars, event.lease
-            )
+            fx.KeepState(group.index, state.shard, state.keys, state.dtypes, state.scalars, lease)
         )
         if not group.state_waiting:
             self._out.append(fx.Complete(group.index, "state", group.step))
@@ -257,9 +270,19 @@ class WorkerValues(WorkerPushes):
     def _on_snapshot_asked(self, event: ev.SnapshotAsked) -> None:
         group = self.groups[event.group]
         assert isinstance(event.info, msg.CheckpointInfo)
-        group.snapshot = msgspec.structs.replace(event.info, version=group.step)
+        if group.backup:
+            self._ask_for_version(group, event.info)
+            return
+        self._snapshot(group, msgspec.structs.replace(event.info, version=group.step))
+
+    def _ask_for_version(self, group: Group, info: msg.CheckpointInfo) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
+
+    def _snapshot(self, group: Group, info: msg.CheckpointInfo) -> None:
+        """Tell the leader of a checkpoint, and let everybody copy."""
+        group.snapshot = info
         group.snapshot_from = dict.fromkeys(s.server for s in group.shards.values())
-        group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in event.info.workers))
+        group.snapshot_from.update(dict.fromkeys(worker_id(r) for r in info.workers))
         self._send(LEADER, group.snapshot)
         self._send_snapshot(group)
 
@@ -267,14 +290,23 @@ class WorkerValues(WorkerPushes):
         assert group.snapshot is not None
         for server in group.snapshot_from:
             if server in self._up and (not only or only == server):
-                self._send(server, msg.Snapshot(**self._head(group), step=group.step,
-                           version=group.step, as_is=False,
-                           checkpoint=group.snapshot.checkpoint))  # fmt: skip
+                self._send(server, msg.Snapshot(
+                    **self._head(group), step=group.step, version=max(0, group.snapshot.version),
+                    checkpoint=group.snapshot.checkpoint, as_is=False,
+                    sequence=int(group.snapshot.version < 0),
+                ))  # fmt: skip
 
     def _on_snapshot_ack(self, group: Group, source: NodeId, ack: msg.SnapshotAck) -> None:
         if group.snapshot is None or ack.checkpoint != group.snapshot.checkpoint:
             return
-        self._snapshot_done(group, source)
+        if ack.sequence:
+            self._version_told(group, ack.version)
+            return
+        if group.snapshot.version >= 0:  # else the leader does not know of it yet
+            self._snapshot_done(group, source)
+
+    def _version_told(self, group: Group, version: int) -> None:
+        raise AssertionError("subclass")  # pragma: no cover
 
     def _snapshot_done(self, group: Group, source: NodeId) -> None:
         group.snapshot_from.pop(source, None)

@@ -81,7 +81,9 @@ class Arena:
             number = self._next
             if accumulator_of >= 0:
                 own = self._accumulators[accumulator_of]
-                if not own.lease and not own.summed:
+                # A code is no sum's size: the accumulator would be made anew twice a step.
+                fits = own.buffer is None or own.buffer.numel() == nbytes
+                if fits and not own.lease and not own.summed:
                     buffer = self._own_buffer(own, nbytes)
                     own.lease = number
                     return self._lease(_Lease(buffer, 1, accumulator_of), own.view)

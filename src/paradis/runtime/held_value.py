@@ -11,12 +11,15 @@ from paradis.numerics.codecs.freeze import bias_corrected
 from paradis.numerics.coding import ServerCoder
 from paradis.numerics.memory_order import as_bytes
 from paradis.numerics.shard_optimizer import ShardOptimizer
+from paradis.runtime.pages import Returns
 from paradis.wire.messages import Options, ParameterSpec, ShardPlan
 
 Scalars = dict[int, dict[str, float]]
 
 _TAKES_OVER = ("onebit", "onebit-tensor")
 """Codecs whose coders need the optimizer's state no more once they have begun: two models less."""
+
+_RETURNS = Returns()
 
 MEMORY = "."
 """In a checkpoint, between a codec's name and that of its memory; no state of torch has it."""
@@ -50,8 +53,11 @@ class HeldValue:
             states = [self.optimizer.state(i) for i in range(len(self.segments))]
             self.coder.begin(states, options)
             if self.plan.codec in _TAKES_OVER:
+                held = self.optimizer.state_bytes()
                 for index in range(len(self.segments)):
                     self.optimizer.load_state(index, {}, {})
+                del states
+                _RETURNS.freed(held)
         return self.coder
 
     def norms_of_v(self) -> dict[int, float]:
@@ -71,7 +77,10 @@ class HeldValue:
     ) -> tuple[tuple[str, ...], tuple[str, ...], Scalars, list[memoryview]]:
         """Return what workers' coders start from, as it travels: keys, dtypes, {}, buffers."""
         keys, dtypes, buffers = [], [], []
-        for key, tensors in sorted(self.ready_coder().start().items()):
+        start = self.ready_coder().start()
+        # Large elements first: each section starts at a multiple of its own.
+        for key in sorted(start, key=lambda key: (-start[key][0].itemsize, key)):
+            tensors = start[key]
             column = torch.zeros(self.plan.length, dtype=tensors[0].dtype)
             for segment, tensor in zip(self.plan.segments, tensors, strict=True):
                 column[segment.start : segment.start + segment.length] = tensor

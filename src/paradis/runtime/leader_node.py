@@ -219,4 +219,5 @@ def _manifest(effect: fx.WriteManifest, groups: tuple[int, ...]) -> Manifest:
         layouts={p.name: p.strides for p in parameters if p.strides},
         aliases={alias: p.name for p in parameters for alias in p.aliases},
         mode=effect.plans[0].mode,
+        benefit=effect.benefit,
     )

@@ -120,6 +120,8 @@ class Node:
                 self.links.connect(effect.addresses)
             case fx.Announce():
                 self.announce(effect.level, effect.text, once=effect.once)
+            case fx.Count():
+                self.counters.add(**{effect.name: effect.amount})
             case fx.Fail():
                 self.fail(from_name(effect.error, effect.text))
             case fx.End():

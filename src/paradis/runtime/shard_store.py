@@ -101,6 +101,8 @@ class ShardStore:
             for s, here in zip(held.plan.segments, present, strict=True)
         ]
         held.optimizer.apply(grads, options)
+        if held.coder is not None:
+            held.coder.replaced()  # workers get the values
 
     def value_bytes(self, shard: int) -> memoryview:
         """Return the bytes of the value of a shard that workers hold, lent."""

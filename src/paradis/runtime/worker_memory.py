@@ -21,6 +21,7 @@ from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.shard_store import split_sections
 from paradis.storage.checkpoint import Section
 from paradis.wire.messages import ShardPlan
 
@@ -37,7 +38,7 @@ class ShardMemory:
         state: optimizer state sections to send along with the value: key -> bytes.
         coder: where the plan names a codec.
         lock: held while the coder's memories change or are copied.
-        flats: per segment the gradient of the whole tensor, to be coded; kept until the next one.
+        flats: per segment the gradient of the whole tensor; kept until the update is in.
         landing: memory for a value that is not to be seen yet, or None where there is none.
         landed: it holds the next value.
     """
@@ -98,29 +99,40 @@ class ShardMemory:
             for tensor in self.tensors:
                 tensor.unstage()
 
-    def encode(self, options: Options, *, empty: bool = False) -> None:
+    def encode(self, options: Options, *, coded: bool, empty: bool = False) -> None:
         """Make the code of the gradient; from now on that is what travels as the gradient.
 
         Args:
             options: hyper-parameters of the step.
+            coded: else not a code, but the gradient in full with what codes have left out.
             empty: the code of zeros, for a step that is skipped: its gradients may be anything.
 
         Raises:
             NonFiniteGradient: ``fields["segment"]`` says where. Nothing is changed.
         """
         assert self.coder is not None
-        code = torch.empty(self.coder.code_bytes, dtype=torch.uint8)  # the last one may be sent yet
+        # In new memory: the last one may be sent yet.
+        if coded:
+            made = torch.empty(self.coder.code_bytes, dtype=torch.uint8)
+        else:
+            made = torch.zeros(self.plan.length, dtype=self.tensors[0].dtype)
         if empty:
             self.coder.forget()
-            code.zero_()
+            made.zero_()
         else:
-            gradients = [
-                None if flat is None else flat[s.offset : s.offset + s.length]
-                for flat, s in zip(self.flats, self.plan.segments, strict=True)
-            ]
             with self.lock:
-                self.coder.encode(gradients, code, options)
-        self.gradient = [as_bytes(code)]
+                if coded:
+                    self.coder.encode(self._gradients(), made, options)
+                else:
+                    parts = [made[s.start : s.start + s.length] for s in self.plan.segments]
+                    self.coder.encode_in_full(self._gradients(), parts)
+        self.gradient = [as_bytes(made)]
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [
+            None if flat is None else flat[s.offset : s.offset + s.length]
+            for flat, s in zip(self.flats, self.plan.segments, strict=False)
+        ]
 
     def step(self, code: torch.Tensor, present: Sequence[bool], options: Options) -> None:
         """Bring the tensors to the next version by the code of an update.
@@ -136,8 +148,27 @@ class ShardMemory:
             for t, s in zip(self.tensors, self.plan.segments, strict=True)
         ]
         with self.lock:
+            self.coder.keep(self._gradients())
             self.coder.install(code, values, present, options)
-            self.coder.keep()
+
+    def let_go(self) -> None:
+        """The gradient is not needed any more: whether its memory goes is the script's affair."""
+        self.gradient, self.flats = [], ()
+
+    def take(self, data: torch.Tensor, keys: Sequence[str], dtypes: Sequence[str]) -> None:
+        """Go on with what codes start from at another version; what they have left out stays.
+
+        Args:
+            data: (nbytes,) uint8, columns over the shard in the order of ``keys``. Copied.
+        """
+        assert self.coder is not None
+        columns = split_sections(data, self.plan, keys, dtypes)
+        memories = {
+            key: [column[s.start : s.start + s.length] for s in self.plan.segments]
+            for key, column in columns.items()
+        }
+        with self.lock:
+            self.coder.load_memories({**self.coder.own(), **memories})
 
     def sections(self, rank: int) -> list[Section]:
         """Return copies of what codes have left out, as they are in a checkpoint."""
@@ -221,9 +252,10 @@ class GroupMemory:
 
     def _bytes_of(self, gradient: torch.Tensor) -> memoryview:
         """Return a gradient's bytes; the shards of one tensor come one after the other."""
-        if self._last is None or self._last[0] is not gradient:
-            self._last = (gradient, as_bytes(gradient))
-        return self._last[1]
+        last = self._last
+        if last is None or last[0] is not gradient:
+            last = self._last = (gradient, as_bytes(gradient))
+        return last[1]
 
     def set_gradient(self, shard: int, gradients: list[torch.Tensor | None]) -> None:
         """Say what a shard's gradient is; the tensors are borrowed until the step is done.
@@ -232,8 +264,8 @@ class GroupMemory:
             gradients: per segment the flat gradient of the whole tensor, or None for zeros.
         """
         memory = self.shards[shard]
-        if self.coded and memory.coder is not None:
-            memory.flats = tuple(gradients)
+        memory.flats = tuple(gradients)
+        if self.codes(shard):
             return
         size = memory.tensors[0].dtype.itemsize
         sources = [
@@ -242,9 +274,22 @@ class GroupMemory:
         ]
         memory.gradient = memory.assemble(sources, size)
 
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """Return tensor -> flat gradient, lent, of what was handed over and has no update yet."""
+        return {
+            segment.parameter: flat
+            for memory in self.shards.values()
+            for segment, flat in zip(memory.plan.segments, memory.flats, strict=False)
+            if flat is not None
+        }
+
     def codes(self, shard: int) -> bool:
-        """Whether the shard's gradient travels as a code in the present step."""
-        return self.coded and self.shards[shard].coder is not None
+        """Whether a coder makes what travels of the shard's gradient in the present step.
+
+        In full it does so until what codes have left out has gone along.
+        """
+        coder = self.shards[shard].coder
+        return coder is not None and (self.coded or coder.carries)
 
     def forget(self, shard: int) -> None:
         """The last code of the shard's gradient does not count."""
@@ -253,9 +298,15 @@ class GroupMemory:
             with memory.lock:
                 memory.coder.forget()
 
+    def let_go(self, shard: int) -> None:
+        """A shard has the update that its gradient was handed over for."""
+        self._last = None
+        self.shards[shard].let_go()
+
     def kept(self, shard: int) -> None:
         """The shard's next value is the one it has: the step did not count for it."""
         self.forget(shard)
+        self.let_go(shard)
         if self.detect_changes:  # what the script changed is known to the servers now
             self.shards[shard].digests = self.shards[shard].digest()
         self.arrived(shard)
@@ -302,6 +353,9 @@ class GroupMemory:
             memory.landed = True
             self.arrived(shard)
             return
+        if memory.coder is not None and memory.coder.carries:
+            with memory.lock:
+                memory.coder.keep()  # in full, what codes had left out has gone along
         memory.installed()
         if self.detect_changes:
             memory.digests = memory.digest()
@@ -312,8 +366,8 @@ class GroupMemory:
         if self.on_arrived is not None:
             self.on_arrived(shard)
 
-    def changed(self) -> dict[int, list[int]]:
-        """Return shard -> digests of the shards whose value the script changed."""
+    def follow(self) -> bool:
+        """Look where the tensors lie now; return whether one lies elsewhere than before."""
         moved = False
         for bound in self.tensors:
             if bound.staged:
@@ -324,6 +378,16 @@ class GroupMemory:
         if moved:
             for memory in self.shards.values():
                 memory.bind()
+        return moved
+
+    def versions(self) -> list[int]:
+        """Return what torch counts of each tensor: changes in place, but not through ``.data``."""
+        with torch._C.DisableTorchFunctionSubclass():  # another call may wait for its value
+            return [bound.tensor._version for bound in self.tensors]
+
+    def changed(self) -> dict[int, list[int]]:
+        """Return shard -> digests of the shards whose value the script changed."""
+        self.follow()
         if not self.detect_changes:
             return {}
         found = {}

@@ -169,6 +169,14 @@ class WorkerNode(Node):
                     target=self.run_job, name="paradis-checkpoint", kwargs={"nbytes": 1 << 30},
                     args=("copying for a checkpoint", lambda: self._copy(effect)),
                 ).start()  # fmt: skip
+            case fx.Refund():
+                memory = self.memory[effect.group]
+                for shard in memory.shards:
+                    memory.forget(shard)
+            case fx.TakeMemories():
+                held = self.memory[effect.group].shards[effect.shard]
+                held.take(self.arena.bytes_of(effect.lease), effect.keys, effect.dtypes)
+                self.arena.release(effect.lease)
             case fx.OpenHostGroup():
                 self._open_host_group(effect)
             case fx.CloseHostGroup() if self.sharing is not None:
@@ -270,6 +278,7 @@ class WorkerNode(Node):
                 view[:] = data[start : start + len(view)]
                 start += len(view)
             self.arena.release(effect.lease)
+        memory.let_go(effect.shard)
         memory.installed(effect.shard)
         self._received(-1 - effect.shard)
         self.counters.add(pull_bytes=nbytes)

@@ -19,6 +19,7 @@ from paradis.roles import events as ev
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.roles.worker import WorkerRole
+from paradis.sim.code_checkers import SameWay
 from paradis.sim.early_checkers import Ahead, Aside
 from paradis.sim.memory import Story
 from paradis.sim.nodes import ServerNode, SimNode, SummingNode
@@ -241,6 +242,7 @@ class Checkers:
         self._saving = Saving(sim)
         self._ahead = Ahead()
         self._aside = Aside()
+        self.codes = SameWay()
         self._events = 0
 
     def after(self, node: SimNode, event: ev.Event, effects: Sequence[fx.Effect]) -> None:
@@ -263,6 +265,7 @@ class Checkers:
     def applying(self, node: ServerNode, effect: fx.Apply, story: Story) -> None:
         """A server applies a sum."""
         self._versions.applying(effect)
+        self.codes.applying(node, effect)
         if node.role.groups[effect.group].verdict in _JUDGED:
             self._counted.applying(effect, story)
         else:
@@ -326,6 +329,11 @@ class Checkers:
         demand(done.found_inf == overflow, self, f"{worker.node} was told found_inf="
                f"{done.found_inf} for step {step}, expected {overflow}")  # fmt: skip
         self._ahead.confirmed(group, step)
+        self.codes.stepped(worker, group, step)
+
+    def refunding(self, worker: SimWorker, effect: fx.Refund) -> None:
+        """A worker takes a step back that was made without it."""
+        demand(False, self, f"{worker.node} was late where everybody is waited for")
 
     def norms(self, key: tuple[int, int, int], squares: dict[int, float]) -> None:
         """A worker got a norm."""

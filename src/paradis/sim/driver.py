@@ -15,8 +15,9 @@ from functools import partial
 import msgspec
 import xxhash
 
+from paradis.core.benefit import BenefitRule
 from paradis.core.worker_groups import WorkerGroup, encode
-from paradis.ids import LEADER, NodeId, dispatcher_id, server_id, worker_id
+from paradis.ids import LEADER, NodeId, dispatcher_id, server_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.leader import LeaderConfig, LeaderRole
@@ -28,6 +29,7 @@ from paradis.sim.job import MS, Fault, Job
 from paradis.sim.mixed_checks import MixedCheckers
 from paradis.sim.network import Network
 from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.quorum_checks import QuorumCheckers
 from paradis.sim.reading_checks import Reading
 from paradis.sim.stale_checks import StaleCheckers
 from paradis.sim.worker import SimWorker, register_worker
@@ -45,6 +47,9 @@ SETTINGS = SharedSettings(
     rack_aggregation="on",
     compression_elements_min=1,
 )
+
+BENEFIT = BenefitRule(settle_steps=0, window_steps=1)
+"""A job has few steps."""
 
 EVENTS_MAX = 200_000
 """A run with more events than this does not end."""
@@ -86,7 +91,7 @@ class Simulation:
         self.network = Network(job, self.source)
         self.workload = Workload(job)
         self.reference = Reference()
-        self.checkers = self._checkers(job)
+        self.checkers = checkers_of(self)
         self.reading = Reading(self)
         self.now = 0
         self.events = 0
@@ -107,7 +112,9 @@ class Simulation:
         compression = "bf16" if job.coded else "none"
         settings = replace(
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
+            backup_workers=job.backup,
             early_update=job.early, compression=compression,
+            compression_benefit="measured" if job.measured else "assumed",
         )  # fmt: skip
         if job.groups:
             groups = [
@@ -118,11 +125,13 @@ class Simulation:
                 for i, n in enumerate(job.groups)
             ]  # fmt: skip
             settings = replace(settings, worker_groups=encode(groups))
+        if job.backup:
+            settings = replace(settings, rack_aggregation="off")
         if job.hosts:  # a rack agent would take their place
             settings = replace(settings, local_reduction="on", rack_aggregation="off")
         config = LeaderConfig(
             job="sim", workers=job.workers, servers=job.servers, dispatchers=job.dispatchers,
-            settings=settings, shared=asdict(settings), tree=job.tree,
+            settings=settings, shared=asdict(settings), tree=job.tree, benefit=BENEFIT,
         )  # fmt: skip
         leader = LeaderNode(self, LEADER, LeaderRole(config))
         self.nodes["leader"] = leader
@@ -146,10 +155,6 @@ class Simulation:
         return Checkers(self) if job.mode == "sync" else StaleCheckers(self)
 
     def _join(self) -> None:
-        for rank, at_ns in enumerate(self.job.freeze_at_ns):
-            for group in range(len(self.job.models)):
-                told = ev.Received(LEADER, msg.Freeze(group=group, step=self.job.freeze))
-                self.at(at_ns, self.nodes[worker_id(rank)], told)
         for name, node in self.nodes.items():
             if isinstance(node, SimWorker):
                 register_worker(node)
@@ -340,6 +345,13 @@ class Simulation:
         """Return where everybody stands."""
         workers = [n.waiting_for() for n in self.nodes.values() if isinstance(n, SimWorker)]
         return "; ".join(workers)
+
+
+def checkers_of(sim: Simulation) -> Checkers:
+    """Return what must hold in a job."""
+    if sim.job.mode != "sync":
+        return StaleCheckers(sim)
+    return QuorumCheckers(sim) if sim.job.backup else Checkers(sim)
 
 
 def describe(event: ev.Event) -> str:

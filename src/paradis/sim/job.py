@@ -93,6 +93,19 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What the leader says of how all groups travel (`paradis.wire.messages.Freeze`).
+
+    Attributes:
+        heard: in which of its steps each worker hears of it.
+    """
+
+    step: int
+    until: int
+    heard: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One scenario.
 
@@ -104,15 +117,16 @@ class Job:
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
         coded: gradients and updates travel as codes, where the dtype allows.
-        freeze: the step that the leader names as the first coded one, while the job runs; -1: they
-            travel so from the beginning.
-        freeze_at_ns: when each worker hears of it.
+        coded_late: not from the beginning, but when the leader says so.
+        changes: what the leader says while the job runs.
+        measured: the leader measures what codes are good for, in short windows, and goes by it.
         early: servers may update before the workers have committed.
         groups: numbers of workers of the worker groups, in order; each has a model of its own.
             Empty: all workers train all models.
         bounds: of each worker group: updates that a reader may miss, and in ``ssp`` its staleness.
         modes: of each worker group; empty: all are of ``mode``.
         mode: of all groups, with the bound of ``ssp`` and whether ``async`` scales rates.
+        backup: workers that a step does without.
         liveness_ns: virtual time within which everything must end after the weather calmed.
     """
 
@@ -135,14 +149,16 @@ class Job:
     early: bool = False
     retry_ns: int = 30 * MS
     coded: bool = False
-    freeze: int = -1
-    freeze_at_ns: tuple[int, ...] = ()
+    coded_late: bool = False
+    changes: tuple[Change, ...] = ()
+    measured: bool = False
     mode: str = "sync"
     staleness: int = 1
     scaling: bool = False
     groups: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
     modes: tuple[str, ...] = ()
+    backup: int = 0
     liveness_ns: int = 20_000 * MS
 
     def ranks_of(self, group: int) -> tuple[int, ...]:
@@ -151,6 +167,10 @@ class Job:
             return tuple(range(self.workers))
         first = sum(self.groups[:group])
         return tuple(range(first, first + self.groups[group]))
+
+    def trains(self, rank: int, group: int) -> bool:
+        """Whether a worker trains a model, else it reads it."""
+        return rank in self.ranks_of(group)
 
     def bound_of(self, group: int) -> int:
         """Return how many updates of a model a reader may miss; in ``ssp`` also its staleness."""

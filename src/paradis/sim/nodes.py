@@ -46,6 +46,7 @@ class SimNode:
     Attributes:
         address: where its messages go; the leader and the rack agent of its process share one.
         ended: it handles nothing any more.
+        counted: what the role has counted.
     """
 
     def __init__(self, sim: Simulation, node: NodeId, role: Role) -> None:
@@ -57,6 +58,7 @@ class SimNode:
         self.timers: dict[str, int] = {}
         self.paused_until_ns = 0
         self.ended = False
+        self.counted: dict[str, int] = {}
 
     def carry(self, effect: fx.Effect) -> None:
         """Carry out an effect."""
@@ -73,6 +75,8 @@ class SimNode:
                 self.sim.connect(self, effect.addresses)
             case fx.Announce():
                 pass
+            case fx.Count():
+                self.counted[effect.name] = self.counted.get(effect.name, 0) + effect.amount
             case fx.Fail():
                 self.sim.failures.append(f"{self.node}: {effect.error}: {effect.text}")
                 self.ended = True
@@ -131,11 +135,15 @@ class SimNode:
         """Return the lease of a payload."""
         return self.memory.place(*parcel)
 
-    def later(self, job: Callable[[], ev.Event]) -> None:
-        """Run a numeric job and hand its result over, after its cost in virtual time."""
+    def later(self, job: Callable[[], ev.Event | None], on: SimNode | None = None) -> None:
+        """Run a numeric job and hand its result over, after its cost in virtual time.
+
+        Args:
+            on: the node that gets it; None: this one.
+        """
         factor = self.sim.job.slow.get(self.node, 1.0)
         cost_ns = int((20_000 + self.sim.source.random() * 300_000) * factor)
-        self.sim.at(self.sim.now + cost_ns, self, job)
+        self.sim.at(self.sim.now + cost_ns, on or self, job)
 
     def leased(self) -> list[int]:
         """Return the leases that the role, or a running job, has a right to hold."""

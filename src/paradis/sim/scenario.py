@@ -15,12 +15,15 @@ from typing import Any
 
 from paradis.sim.checkers import Violation
 from paradis.sim.driver import Result, Simulation
-from paradis.sim.job import MS, Fault, Habits, Job, Model, Weather
+from paradis.sim.job import MS, Change, Fault, Habits, Job, Model, Weather
 
 WORKLOADS = ("counting", "floats")
 
 MODES = ("ssp", "async")
 """Workloads in which workers do not wait for each other, counting or with floats by seed."""
+
+QUORUM = "quorum"
+"""Workload in which a step does without some workers."""
 
 GROUPS = "groups"
 """Workload of several worker groups, of any mode by seed, that read each other's models."""
@@ -33,10 +36,12 @@ def scenario(seed: int, workload: str) -> Job:
 
     Args:
         seed: any number of at least 0.
-        workload: ``counting``, ``floats``, ``ssp``, ``async`` or ``groups``.
+        workload: ``counting``, ``floats``, ``ssp``, ``async``, ``quorum`` or ``groups``.
     """
     if workload in MODES:
         return _stale(seed, workload)
+    if workload == QUORUM:
+        return _quorum(seed)
     if workload == GROUPS:
         return _grouped(seed)
     source = random.Random(seed * 2 + WORKLOADS.index(workload))
@@ -68,6 +73,7 @@ def scenario(seed: int, workload: str) -> Job:
         leaves=leaves, slow=_slow(source, workers, servers),
         **_coded(random.Random(seed * 31 + 7), workers, steps),
     )  # fmt: skip
+    job = _perhaps_back(job)
     return job if racks_count else _perhaps_early(job)
 
 
@@ -89,8 +95,30 @@ def _coded(source: random.Random, workers: int, steps: int) -> dict[str, Any]:
     coded = source.random() < 0.25
     if not coded or source.random() < 0.5:
         return {"coded": coded}
-    when = tuple(int(source.random() * 20 * MS) for _ in range(workers))
-    return {"coded": True, "freeze": source.randint(0, steps), "freeze_at_ns": when}
+    heard = tuple(source.randint(0, 2) for _ in range(workers))
+    freeze = Change(step=source.randint(0, steps), until=-1, heard=heard)
+    return {"coded": True, "coded_late": True, "changes": (freeze,)}
+
+
+def _perhaps_back(job: Job) -> Job:
+    """Let some jobs whose steps travel as codes go back to steps in full, and perhaps on again.
+
+    Either the leader decides on what it measures, or it says so at any moments.
+    """
+    source = random.Random(f"changes {job.seed} {job.workload}")
+    if not job.coded or source.random() < 0.3:
+        return job
+    if not job.coded_late and source.random() < 0.4:
+        return replace(job, measured=True, steps=job.steps + source.randint(2, 6))
+    changes = [*job.changes]
+    for _ in range(source.randint(1, 4)):
+        last = changes[-1] if changes else Change(step=0, until=-1, heard=(-1,) * job.workers)
+        later = max(last.step, last.until) + source.choice((1, 1, 4))
+        back = last.step > last.until
+        step, until = (last.step, later) if back else (later, last.until)
+        heard = tuple(at + source.choice((1, 1, 2)) for at in last.heard)
+        changes.append(Change(step=step, until=until, heard=heard))
+    return replace(job, changes=tuple(changes), steps=job.steps + source.randint(2, 6))
 
 
 def _stale(seed: int, mode: str) -> Job:
@@ -102,8 +130,28 @@ def _stale(seed: int, mode: str) -> Job:
         job, mode=mode, staleness=source.choice((1, 1, 2, 3)), slow=slow,
         scaling=mode == "async" and source.random() < 0.5,
         habits=replace(job.habits, norm=0.0, change=0.0), steps=job.steps + source.randint(0, 4),
-        early=False, coded=False, freeze=-1, freeze_at_ns=(), hosts=(),
+        early=False, coded=False, coded_late=False, changes=(), measured=False, hosts=(),
         faults=tuple(f for f in job.faults if f.kind != "sever"),
+    )  # fmt: skip
+
+
+def _quorum(seed: int) -> Job:
+    """Return a job of workers of very different speed, of which some are not waited for.
+
+    Without what needs all workers at one step: norms, and parts that are registered later.
+    """
+    source = random.Random(f"quorum {seed}")
+    job = scenario(seed, source.choice(WORKLOADS))
+    workers = max(2, job.workers)
+    slow = {f"worker-{r}": source.choice((1.0, 1.0, 3.0, 10.0, 40.0)) for r in range(workers)}
+    models = tuple(replace(m, parts=m.parts[:1]) for m in job.models)
+    return replace(
+        job, workers=workers, models=models, slow=slow, steps=job.steps + source.randint(1, 5),
+        backup=source.randint(1, workers - 1),
+        racks=(0,) * workers, dispatchers=1, tree=tuple(g for g in job.tree if g),
+        habits=replace(job.habits, norm=0.0, look=0.0), early=False, hosts=(),
+        leaves={source.randrange(workers): 2} if source.random() < 0.25 else {},
+        faults=_faults(source, workers, job.servers, ()),
     )  # fmt: skip
 
 
@@ -141,7 +189,7 @@ def _grouped(seed: int) -> Job:
         models=tuple(Model(parts=(p,), buffer=0 if i else buffer) for i, p in enumerate(sizes_of)),
         weather=weather, modes=modes, scaling=job.scaling and not modes,
         racks=(0,) * workers, dispatchers=1, hosts=(), tree=(), early=False,
-        freeze=-1, freeze_at_ns=(), faults=tuple(
+        changes=(), measured=False, coded_late=False, faults=tuple(
             f for f in faults
             if all(_index(n) < workers for n in (f.node, f.peer) if n.startswith("worker"))
             and not f.node.startswith("dispatcher") and not f.peer.startswith("dispatcher")
@@ -275,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Show the trace of one seed and how it ended."""
     parser = argparse.ArgumentParser(prog="python -m paradis.sim.scenario", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="number of the scenario")
-    parser.add_argument("--workload", choices=(*WORKLOADS, *MODES, GROUPS), default="counting")
+    parser.add_argument(
+        "--workload", choices=(*WORKLOADS, *MODES, QUORUM, GROUPS), default="counting"
+    )
     parser.add_argument("--quiet", action="store_true", help="only the result, not the events")
     options = parser.parse_args(arguments)
     out = sys.stdout

@@ -16,9 +16,12 @@ import msgspec
 import torch
 import xxhash
 
+from paradis.core.codes import CodedSteps
+from paradis.ids import LEADER
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
+from paradis.sim.job import MS
 from paradis.sim.tensors import Tensors, specs
 from paradis.sim.workloads import RATE, Record
 from paradis.wire import messages as msg
@@ -47,6 +50,7 @@ class Script:
         self.habits = self.job.habits
         self.source = source
         self.step = 0
+        self.steps: dict[int, int] = {}
         self.tensors: dict[int, Tensors] = {}
         self.options: list[msg.Options] = [{"lr": RATE}]
 
@@ -68,13 +72,17 @@ class Script:
         for group, _ in enumerate(self.job.models):
             yield from self._register(group, 0)
         yield from self._read()
+        if self.job.backup:
+            yield from self._run_by_group()
+            return
         end = self.job.leaves.get(self.rank, self.job.steps)
         for step in range(self.job.steps):
             self.step = step
             if step == end:
                 break
+            self._hear()
             for group, model in enumerate(self.job.models):
-                if not self._trains(group):
+                if not self.job.trains(self.rank, group):
                     continue
                 if step == 1:
                     for part in range(1, len(model.parts)):
@@ -84,33 +92,54 @@ class Script:
         else:
             end = self.job.steps
         if end < self.job.steps and self.chance(0.5):
-            group = next(g for g, _ in enumerate(self.job.models) if self._trains(g))
+            group = next(g for g, _ in enumerate(self.job.models) if self.job.trains(self.rank, g))
             self.tensors[group].handed = {}
             yield from self._backward(group, attempt=0)
             self._excuse()
         self.worker.tell(ev.LeaveAsked())
 
-    def _trains(self, group: int) -> bool:
-        return self.rank in self.job.ranks_of(group)
-
     def _read(self) -> Steps:
         """A step begins: bring in what other worker groups train."""
         checks = self.worker.sim.reading
         for group, _ in enumerate(self.job.models):
-            if not self._trains(group):
+            if not self.job.trains(self.rank, group):
                 checks.beginning(self.worker, group)
                 self.worker.tell(ev.ReadAsked(group))
                 yield (group, "read")
                 checks.begun(self.worker, group)
+
+    def _hear(self) -> None:
+        """The leader may say how groups are to travel, at some moment of this step."""
+        sim = self.worker.sim
+        for number, change in enumerate(self.job.changes):
+            if change.heard[self.rank] == self.step:
+                at = sim.now + int(self.shared("heard", number, self.rank).random() * MS)
+                for group in range(len(self.job.models)):
+                    told = msg.Freeze(group=group, step=change.step, until=change.until)
+                    sim.at(at, self.worker, ev.Received(LEADER, told))
+
+    def _run_by_group(self) -> Steps:
+        """Train where a late step makes the count of a group's steps jump."""
+        end = self.job.leaves.get(self.rank, self.job.steps)
+        groups = range(len(self.job.models))
+        while any(self.steps.get(g, 0) < end for g in groups):
+            for group in groups:
+                self.step = self.steps.get(group, 0)
+                if self.step < end:
+                    yield from self._iterate(group)
+        self.worker.tell(ev.LeaveAsked())
 
     def _register(self, group: int, part: int) -> Steps:
         """Register a part; the lowest worker there assigns its values, the others pull them."""
         workload = self.worker.sim.workload
         parameters = specs(self.job.models[group], part, workload.dtype_name)
         yield self.think()
+        coded = CodedSteps(-1 if self.job.coded_late else 0)
+        if part:
+            coded = self.worker.role.groups[group].coded_steps
         self.worker.tell(ev.RegisterAsked(msg.Register(
             rank=self.rank, group=group, part=part, parameters=parameters, optimizer="SGD",
-            options=self.options, step=self.step, coded_from=-1 if self.job.freeze >= 0 else 0,
+            options=self.options, step=self.step, coded_from=coded.begin, coded_until=coded.end,
         )))  # fmt: skip
         done = yield (group, "plan")
         assert done is not None and done.plan is not None
@@ -122,7 +151,7 @@ class Script:
             mine.values[shard.shard] = self._initial(shard)
             mine.gradients[shard.shard] = torch.zeros(shard.length, dtype=workload.dtype)
             mine.changes[shard.shard] = 0
-        if not self._trains(group):
+        if not self.job.trains(self.rank, group):
             return
         new = tuple(s.shard for s in plan.shards if s.length)
         leaves = self.job.leaves
@@ -308,7 +337,8 @@ class Script:
         self.worker.closing = None
         assert done is not None
         self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
-        self.worker.check_values(group, self.step + 1)
+        self.steps[group] = done.step
+        self.worker.check_values(group, done.step)
 
     def _order(self, group: int) -> tuple[int, ...]:
         """Sometimes the lowest rank has learnt another admission order in its first step."""
@@ -332,7 +362,7 @@ class Script:
     def _between(self, group: int) -> Steps:
         """Look at values or state between steps; worker 0 may save."""
         mine = self.tensors[group]
-        version = self.step + 1
+        version = self.steps[group]
         if self.chance(self.habits.look):
             whole = self.chance(0.5)
             asked = [p for p in mine.plans.values() if p.length] if whole else mine.active()
@@ -347,19 +377,20 @@ class Script:
             self.worker.check_values(group, version)
         if self.rank == 0 and self.chance(self.habits.snapshot):
             name = f"step-{version}-group-{group}"
+            savers = self.job.coded and not self.job.backup
             info = msg.CheckpointInfo(
                 checkpoint=name,
                 group=group,
                 step=version,
                 options=self.options,
                 extra={},
-                workers=self.worker.members(group) if self.job.coded else (),
+                workers=self.worker.members(group) if savers else (),
             )
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))
             yield (group, "snapshot")
             for other, _ in enumerate(self.job.models):
-                if not self._trains(other):
+                if not self.job.trains(self.rank, other):
                     name = f"step-{version}-group-{other}"
                     info = msgspec.structs.replace(
                         info, checkpoint=name, group=other, workers=(), as_is=True

@@ -1,4 +1,4 @@
-"""What a virtual script holds: a model's parameters as registered, and its flat shards."""
+"""What a virtual worker's script holds: the tensors of its groups, and what it registers."""
 
 from __future__ import annotations
 

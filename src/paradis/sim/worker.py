@@ -74,6 +74,10 @@ class SimWorker(SimNode):
                     self.sim.checkers.installing(self, effect, data)
                 value.copy_(data)
                 self.memory.release(effect.lease)
+            case fx.Refund():
+                self.sim.checkers.refunding(self, effect)
+            case fx.TakeMemories():
+                self.memory.release(effect.lease)
             case fx.OpenHostGroup():
                 self.sharing = SimSharing(self, effect.ranks)
             case fx.CloseHostGroup() | fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():
@@ -91,7 +95,14 @@ class SimWorker(SimNode):
             node=self.node, checkpoint=effect.checkpoint, group=effect.group, step=effect.step,
             pieces=(), scalars={},
         )  # fmt: skip
-        self.later(lambda: ev.Written(effect.checkpoint, saved))
+
+        def written() -> ev.Event | None:
+            if self.ended:  # its writer comes to an end after the script
+                return ev.Received(self.node, saved)
+            self.sim.handle(self, ev.Written(effect.checkpoint, saved))
+            return None
+
+        self.later(written, on=self.sim.nodes["leader"])
         self.later(lambda: ev.Copied(effect.group, effect.checkpoint))
 
     def _share(self, effect: fx.Effect) -> None:
@@ -116,6 +127,7 @@ class SimWorker(SimNode):
         match payload:
             case fx.Gradient(group=group, shard=shard):
                 data = self.script.tensors[group].gradients[shard].clone()
+                self.sim.checkers.codes.pushing(self, message)
                 if self.closing is not None:
                     self.sim.checkers.pushing(self, message, data, self.closing)
                 return message, (data, {self.rank: (message.step, message.revision)})

@@ -91,6 +91,7 @@ class Reference:
 
     Args:
         tree: the canonical tree, as the first view published it; set when that is known.
+        made: (group, step) -> ranks that made it, as the servers say; None: all who committed it.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class Reference:
         self.shards: dict[int, tuple[int, ShardPlan]] = {}
         self.records: dict[tuple[int, int], dict[int, Record]] = {}
         self.norms: dict[tuple[int, int, int], dict[int, Record]] = {}
+        self.made: dict[tuple[int, int], tuple[int, ...]] | None = None
         self.used: dict[tuple[int, int], tuple[int, ...]] = {}
         self._values: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -126,6 +128,8 @@ class Reference:
     def committed(self, group: int, step: int) -> dict[int, Record]:
         """Return rank -> record of all members of a step; nobody may join them afterwards."""
         records = self.records[group, step]
+        if self.made is not None:
+            return {r: records[r] for r in self.made[group, step]}
         members = tuple(sorted(records))
         assert self.used.setdefault((group, step), members) == members, (
             f"step {step} of group {group} was applied without all of {members}"

@@ -53,6 +53,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         aliases: further name of a tied parameter -> name it is stored under.
         mode: ``sync``: all of one step; ``ssp``, ``async``: ``step`` is worker 0's, and each shard
             is whole, but they hold different steps of the others.
+        benefit: the codec whose benefit was measured, and ``on`` or ``off``; empty: undecided.
     """
 
     format: int = FORMAT
@@ -69,6 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layouts: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     mode: str = "sync"
+    benefit: str = ""
 
 
 # ------------------------------------------------------------------------------------- directories

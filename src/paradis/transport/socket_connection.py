@@ -26,11 +26,13 @@ from typing import Final
 from paradis.errors import ParadisError
 from paradis.transport.addresses import set_send_timeout
 from paradis.transport.base import LinkConfig, Sink
+from paradis.transport.filling import Filler
 from paradis.transport.fork import watch_link
 from paradis.transport.frame_reader import FrameReader
 from paradis.transport.handshake import Peer
 from paradis.transport.losses import describe_loss, unreachable
-from paradis.transport.send_queue import IOV_MAX, Outgoing, SendQueue
+from paradis.transport.scheduling import yield_to_compute
+from paradis.transport.send_queue import Outgoing, SendQueue
 from paradis.wire.messages import DataMessage
 
 INLINE_BYTES_MAX: Final = (64 << 10) + 256
@@ -199,6 +201,7 @@ class SocketConnection:
                 self._progress.notify_all()
 
     def _write_loop(self) -> None:
+        yield_to_compute()
         try:
             while (views := self._next_views()) is not None:
                 if views:
@@ -257,7 +260,9 @@ class SocketConnection:
     def read_until_lost(self, sink: Sink) -> None:
         """Be the reading thread: deliver to ``sink`` until the connection ends."""
         self._reader = threading.current_thread()
-        frames = FrameReader(self.peer, sink, self._config.limits, self._fill)
+        yield_to_compute()
+        fill = Filler(self._sock, self._stop_if_closed)
+        frames = FrameReader(self.peer, sink, self._config.limits, fill)
         try:
             while True:
                 if self._held:
@@ -273,25 +278,6 @@ class SocketConnection:
             raise
         finally:
             self._end_reading(sink)
-
-    def _fill(self, views: Sequence[memoryview]) -> None:
-        pending = list(views)
-        while pending:
-            self._stop_if_closed()
-            if len(pending) == 1:
-                got = self._sock.recv_into(pending[0], 0, socket.MSG_WAITALL)
-            else:
-                got = self._sock.recvmsg_into(pending[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
-            if not got:
-                raise EOFError
-            done = 0
-            while done < len(pending) and got >= len(pending[done]):
-                got -= len(pending[done])
-                done += 1
-            del pending[:done]
-            if got:
-                pending[0] = pending[0][got:]
-        self._stop_if_closed()
 
     def _stop_if_closed(self) -> None:
         if self._state is _State.CLOSING or self._state is _State.GONE:

@@ -68,7 +68,10 @@ class Register(ControlMessage, frozen=True, kw_only=True):
 
     Attributes:
         coded_from: first step that may travel as codes; -1: when the leader says so.
+        coded_until: of a later part: the first step since then that travels in full.
         compression: how it travels; empty: as the configuration says.
+        benefit: whether codes make steps faster, as an earlier run found it, ``on`` or ``off``;
+            empty: not known.
     """
 
     rank: int
@@ -79,7 +82,9 @@ class Register(ControlMessage, frozen=True, kw_only=True):
     options: list[Options]
     step: int = 0
     coded_from: int = 0
+    coded_until: int = -1
     compression: str = ""
+    benefit: str = ""
 
 
 class Plan(ControlMessage, frozen=True, kw_only=True):
@@ -90,12 +95,17 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
         step: step (= version) at which the new shards start.
         restore: directory of the checkpoint the servers load from, or empty.
         coded_from: first step that travels as codes where a shard has a codec; -1: told later.
+        coded_until: first step after it in full; below ``coded_from``: none yet.
+        settle_steps: steps after a change of how the group travels that workers leave out of what
+            they measure.
+        window_steps: steps whose durations they then tell (`Pace`); 0: they measure nothing.
         restored: what the checkpoint says of groups: options to take over, and step.
         mode: ``sync``; or ``ssp``, ``async``, where each worker's gradient is an update by itself.
         staleness: of ``ssp``: how many steps a worker may be ahead of the slowest, at least 1.
         scaling: the learning rate of an update is divided by its staleness.
         ranks: who trains it; everybody else reads it. Empty: all train it.
         reading: updates that the value of a reader may lack when its step begins.
+        backup: of ``sync``: workers that a step does without.
     """
 
     generation: int
@@ -109,11 +119,15 @@ class Plan(ControlMessage, frozen=True, kw_only=True):
     step: int
     restore: str = ""
     coded_from: int = -1
+    coded_until: int = -1
+    settle_steps: int = 0
+    window_steps: int = 0
     mode: str = "sync"
     staleness: int = 0
     scaling: bool = False
     ranks: tuple[int, ...] = ()
     reading: int = 0
+    backup: int = 0
 
 
 class PlanReady(ControlMessage, frozen=True, kw_only=True):
@@ -220,10 +234,30 @@ class Freeze(ControlMessage, frozen=True, kw_only=True):
     """Leader -> workers: the group may travel as codes from ``step`` on.
 
     It does from the first step after all workers have said in a commit that they know.
+
+    Attributes:
+        until: if it is more than ``step``: and in full again from this step on, likewise.
     """
 
     group: int
     step: int
+    until: int = -1
+
+
+class Pace(ControlMessage, frozen=True, kw_only=True):
+    """Worker -> leader, once for each period of a group in codes or in full: its steps' durations.
+
+    Attributes:
+        step: the last one of them.
+        coded: they travelled as codes.
+        times_ns: from one call of ``step()`` to the next, in nanoseconds.
+    """
+
+    rank: int
+    group: int
+    step: int
+    coded: bool
+    times_ns: tuple[int, ...]
 
 
 class Report(ControlMessage, frozen=True, kw_only=True):
@@ -310,7 +344,7 @@ class CheckpointDone(ControlMessage, frozen=True, kw_only=True):
 
 CONTROL_MESSAGES: tuple[type[ControlMessage], ...] = (
     Join, Welcome, Listening, Refused, Register, Plan, PlanReady, View, ViewReady, Leave,
-    HostGroupLost, NodeExited, Beat, Variance, Freeze,
+    HostGroupLost, NodeExited, Beat, Variance, Freeze, Pace,
     Announcement, Failed, Shutdown, Report, Summary, Saved, SaveFailed, CheckpointInfo,
     CheckpointDone, CopyMemories, MemoriesCopied,
 )  # fmt: skip

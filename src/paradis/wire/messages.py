@@ -26,6 +26,7 @@ from paradis.wire.control_messages import Leave as Leave
 from paradis.wire.control_messages import Listening as Listening
 from paradis.wire.control_messages import MemoriesCopied as MemoriesCopied
 from paradis.wire.control_messages import NodeExited as NodeExited
+from paradis.wire.control_messages import Pace as Pace
 from paradis.wire.control_messages import Plan as Plan
 from paradis.wire.control_messages import PlanReady as PlanReady
 from paradis.wire.control_messages import Refused as Refused
@@ -183,6 +184,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
         unchanged: no payload, the value is that of ``version - 1``.
         present: of a code: bit i is set if segment i was updated; empty: all were.
         coded_from: first step that travels as codes, -1: not known yet.
+        coded_until: first one that travels in full again; below ``coded_from``: not known yet.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
         priority: place of the shard in admission order from the next step on.
     """
@@ -193,6 +195,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
     priority: int = -1
     present: bytes = b""
     coded_from: int = -1
+    coded_until: int = -1
 
     @property
     def urgency(self) -> int:
@@ -220,14 +223,14 @@ class Read(DataMessage, frozen=True, kw_only=True):
         held: shard -> version that the worker has, -1 for none.
     """
 
-    KIND: ClassVar[int] = 22
+    KIND: ClassVar[int] = 25
     held: dict[int, int]
 
 
 class Versions(DataMessage, frozen=True, kw_only=True):
     """Server -> worker: shard -> its version now, in answer to `Read`; perhaps in several parts."""
 
-    KIND: ClassVar[int] = 23
+    KIND: ClassVar[int] = 26
     versions: dict[int, int]
 
 
@@ -296,6 +299,7 @@ class Snapshot(DataMessage, frozen=True, kw_only=True):
 
     Attributes:
         as_is: of a group that worker 0 does not train: at whatever version they are.
+        sequence: 1: not yet; with backup workers the choosing server says which version.
     """
 
     KIND: ClassVar[int] = 16
@@ -304,7 +308,11 @@ class Snapshot(DataMessage, frozen=True, kw_only=True):
 
 
 class SnapshotAck(DataMessage, frozen=True, kw_only=True):
-    """Server -> worker 0: copied; training may go on while the files are written."""
+    """Server -> worker 0: copied; training may go on while the files are written.
+
+    Attributes:
+        sequence: 1: not copied yet; the checkpoint will be of ``version``.
+    """
 
     KIND: ClassVar[int] = 17
     checkpoint: str
@@ -345,16 +353,47 @@ class Confirmed(DataMessage, frozen=True, kw_only=True):
 
     Attributes:
         priorities: shard -> place in admission order from the next step on, if the step changed it.
-        coded_from: as of `Update`.
+        coded_from: as of `Update`, likewise ``coded_until``.
     """
 
     KIND: ClassVar[int] = 21
     priorities: dict[int, int] = {}
     coded_from: int = -1
+    coded_until: int = -1
+
+
+class Quorum(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker, worker -> server: who makes ``step``.
+
+    Sent with ``training.backup_workers`` only. Servers have no links to each other, so the members
+    carry it. A server that waits for a holder's `Holding` asks for it by the same message.
+
+    Attributes:
+        members: ranks whose mean the update is.
+        holders: ranks that must have the version ``step`` before it is overwritten.
+        saving: checkpoint to copy the version ``step`` for before it is overwritten, or empty.
+    """
+
+    KIND: ClassVar[int] = 22
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+    saving: str = ""
+
+
+class Late(DataMessage, frozen=True, kw_only=True):
+    """Choosing server -> worker: ``step`` was made without you; go on with ``version``, whole."""
+
+    KIND: ClassVar[int] = 23
+
+
+class Holding(DataMessage, frozen=True, kw_only=True):
+    """Worker -> server: I have all your shards at ``version``: overwrite it when you like."""
+
+    KIND: ClassVar[int] = 24
 
 
 DATA_MESSAGES: tuple[type[DataMessage], ...] = (
     Hello, Challenge, Push, RackPush, PushAck, Resend, Commit, Update, Pull, Assign, AssignAck,
     PullState, State, NormRequest, Norms, Snapshot, SnapshotAck, Refusal, Stale,
-    Begin, Confirmed, Read, Versions,
+    Begin, Confirmed, Quorum, Late, Holding, Read, Versions,
 )  # fmt: skip

@@ -77,6 +77,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         found_inf: this worker's GradScaler saw an overflow: nobody applies the step.
         clip: factor for the mean gradient; 1.0 when not clipped.
         coded_from: what the leader has told this worker of the first coded step, -1: nothing.
+        coded_until: likewise of the first one after it in full.
         changed: shard -> digest per segment, where the script changed values since the last update.
         order: shards in the order in which backward yielded them, from the lowest rank, when it has
             learnt it; otherwise empty.
@@ -91,6 +92,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     changed: dict[int, list[int]] = {}
     order: tuple[int, ...] = ()
     coded_from: int = -1
+    coded_until: int = -1
     delay: int = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -25,7 +26,8 @@ def memory_of(codec: str) -> GroupMemory:
     memory.add((
         ShardPlan(
             shard=0, server="server-0", dtype="float32", length=LENGTH, options_group=0, priority=0,
-            segments=(Segment(0, 0, LENGTH, 0),), codec=codec, code_bytes=code_bytes(codec, LENGTH),
+            segments=(Segment(0, 0, LENGTH, 0),), codec=codec,
+            code_bytes=code_bytes(codec, LENGTH) if codec else 0,
         ),
     ))  # fmt: skip
     memory.coded = True
@@ -117,3 +119,38 @@ def test_other_threads_keep_their_number_of_threads(
     thread.join(30.0)
     assert found == [before]
     compressor.stop()
+
+
+@pytest.mark.parametrize("codec", ["", "onebit"])
+def test_a_gradient_is_let_go_with_its_update(codec: str) -> None:
+    """Coded or in full: the script's own reference is the last one."""
+    memory = memory_of(codec)
+    shard = memory.shards[0]
+    start = {"momentum": [torch.zeros(LENGTH)], "inverse": [torch.ones(LENGTH)]}
+    if shard.coder is not None:
+        shard.coder.load_memories(start)
+    gradient = torch.randn(LENGTH)
+    alone = uses(gradient)
+    memory.set_gradient(0, [gradient])
+    assert list(memory.gradients()) == [0]
+    if shard.coder is not None:
+        shard.encode(OPTIONS[0], coded=True)
+        answer = torch.zeros(shard.coder.code_bytes, dtype=torch.uint8)
+        shard.step(answer, [True], OPTIONS[0])
+        assert bool(shard.coder.own()["error"][0].any()), "its code counts"
+    memory.let_go(0)
+    assert uses(gradient) == alone
+    assert not memory.gradients() and not shard.gradient
+
+
+def uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """Who holds a tensor, and who its memory."""
+    storage = tensor.untyped_storage()._cdata
+    return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
+
+
+def test_a_step_that_does_not_count_lets_go_too() -> None:
+    memory = memory_of("onebit")
+    memory.set_gradient(0, [torch.randn(LENGTH)])
+    memory.kept(0)
+    assert not memory.gradients()

@@ -78,3 +78,19 @@ def test_free_memory_of_other_sizes_does_not_come_on_top_of_the_bound() -> None:
         arena.release(arena.place(size).lease)
         assert arena.store_bytes + arena._free_bytes <= 160, "at most one payload above the bound"
     assert arena.store_bytes == 0
+
+
+def test_a_code_leaves_the_accumulator_its_size() -> None:
+    """A sum of codes is longer than each of them; no memory is made anew in each step."""
+    arena, made = Arena(store_bytes_max=64), set()
+    for step in range(3):
+        leases = [arena.place(2, accumulator_of=1).lease for _ in range(2)]
+        assert all(arena.bytes_of(lease).numel() == 2 for lease in leases)
+        assert arena.sum_target(1, leases, 64).numel() == 64
+        made.add(arena.sum_of(1).data_ptr())
+        for lease in leases:
+            arena.release(lease)
+        arena.release_sum(1)
+        assert arena.store_bytes == 0 and arena.leased == 0, step
+    assert len(made) == 1
+    assert arena.bytes_of(arena.place(64, accumulator_of=1).lease).data_ptr() in made

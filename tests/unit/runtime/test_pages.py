@@ -35,3 +35,20 @@ def test_a_system_without_huge_pages_still_gives_memory(monkeypatch: pytest.Monk
     with pytest.raises(OSError):
         mmap.mmap(-1, 4096).madvise(10_000)
     assert allocate(4 << 20).fill_(3).sum().item() == 3 * (4 << 20)
+
+
+def test_freed_memory_goes_back_when_it_has_become_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(pages, "give_back", lambda: calls.append(None))
+    returns = pages.Returns(every_bytes=10)
+    counts = []
+    for nbytes in (4, 5, 1, 9, 30):
+        returns.freed(nbytes)
+        counts.append(len(calls))
+    assert counts == [0, 0, 1, 1, 2]
+
+
+def test_giving_back_needs_no_c_library_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages.give_back()
+    monkeypatch.setattr(pages.ctypes, "CDLL", lambda _: object())
+    pages.give_back()

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from paradis.numerics.codecs.compiled import compiled, inlined
-from paradis.numerics.codecs.run_kernels import RUN, Array, add, borrowed, clear_masked, spread
+from paradis.numerics.codecs.run_kernels import (
+    RUN,
+    Array,
+    add,
+    borrowed,
+    clear_masked,
+    spread,
+    widened,
+)
 
 
 @compiled
@@ -73,10 +81,9 @@ def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> N
 
 
 @inlined
-def _move(x: Array, m: Array, inverse: Array, at: int, rate: Any, decay: Any) -> None:
-    """Do ``x -= rate * ((m * inverse) + (decay * x))``, or without ``inverse``."""
-    if inverse.size:
-        i = inverse[at : at + x.size]
+def _move(x: Array, m: Array, i: Array, rate: Any, decay: Any) -> None:
+    """Do ``x -= rate * ((m * i) + (decay * x))``, or without ``i``."""
+    if i.size:
         for k in range(x.size):
             x[k] = x[k] - rate * (m[k] * i[k] + decay * x[k])
     else:
@@ -84,8 +91,16 @@ def _move(x: Array, m: Array, inverse: Array, at: int, rate: Any, decay: Any) ->
             x[k] = x[k] - rate * (m[k] + decay * x[k])
 
 
+@inlined
+def _inverse(inverse: Any, at: int, n: int, room: Array) -> Array:
+    """Return a run of the inverse denominators, which are all absent for 1."""
+    if inverse[0].size or inverse[1].size:
+        return widened(inverse[0], inverse[1], at, n, room)
+    return room[:0]
+
+
 @compiled
-def step(bits: Array, scales: Array, block: int, value: Array, inverse: Array, rates: Any) -> None:
+def step(bits: Array, scales: Array, block: int, value: Array, inverse: Any, rates: Any) -> None:
     """Move values along decoded signs, see `_move`.
 
     Args:
@@ -93,23 +108,27 @@ def step(bits: Array, scales: Array, block: int, value: Array, inverse: Array, r
         scales: (blocks,) T.
         block: elements of a block.
         value: (N,) T; updated in place.
-        inverse: (N,) T, or absent for 1.
+        inverse: (N,) T and (N,) bfloat16 as uint16, one of them absent, or both for 1.
         rates: (learning rate, weight decay), of T.
     """
-    bits, scales = borrowed(bits), borrowed(scales)
-    value, inverse = borrowed(value), borrowed(inverse)
-    m = np.empty(RUN, value.dtype)
+    bits, scales, value = borrowed(bits), borrowed(scales), borrowed(value)
+    inverses = (borrowed(inverse[0]), borrowed(inverse[1]))
+    m, room = np.empty(RUN, value.dtype), np.empty(RUN, value.dtype)
     rate, decay = rates
     for index in range(scales.size):
         start, stop = index * block, min(index * block + block, value.size)
         for at in range(start, stop, RUN):
             x = value[at : min(at + RUN, stop)]
             spread(m[: x.size], at, bits, scales[index])
-            _move(x, m, inverse, at, rate, decay)
+            _move(x, m, _inverse(inverses, at, x.size, room), rate, decay)
 
 
 @compiled
-def step_dense(m: Array, value: Array, inverse: Array, rates: Any) -> None:
+def step_dense(m: Array, value: Array, inverse: Any, rates: Any) -> None:
     """Move values along a momentum that is given element by element, see `step`."""
+    inverses = (borrowed(inverse[0]), borrowed(inverse[1]))
+    room = np.empty(RUN, value.dtype)
     rate, decay = rates
-    _move(value, m, inverse, 0, rate, decay)
+    for at in range(0, value.size, RUN):
+        x = value[at : at + RUN]
+        _move(x, m[at : at + RUN], _inverse(inverses, at, x.size, room), rate, decay)

@@ -140,4 +140,5 @@ def lion_step(code: torch.Tensor, value: torch.Tensor, *, lr: float, weight_deca
     kind = NUMPY_OF[value.dtype]
     scales = np.ones(1 if length else 0, kind)
     rates = (kind.type(lr), kind.type(weight_decay))
-    kernels("decode").step(bits, scales, max(1, length), x, np.empty(0, kind), rates)
+    inverse = (np.empty(0, kind), np.empty(0, np.uint16))
+    kernels("decode").step(bits, scales, max(1, length), x, inverse, rates)

@@ -44,6 +44,27 @@ gain in error of smaller blocks is below what training shows."""
 _ABSENT_BITS: Final = np.empty(0, np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """What is to be encoded: ``(beta * momentum + (1 - beta) * numbers) + error``. Borrowed.
+
+    Attributes:
+        numbers: (N,) of the codec's dtype, or bfloat16, which is widened.
+        error: (N,) of the codec's dtype, or None for zeros.
+        momentum: the last common momentum: (N,) of the codec's dtype, or (encoded_bytes(N),)
+            uint8, the last update's code as it came, which reads 32 times fewer bytes; None: the
+            numbers themselves are encoded.
+        beta: share of the momentum that is kept, b1.
+        mask: `pack_mask` of the real elements, None when all are.
+    """
+
+    numbers: torch.Tensor
+    error: torch.Tensor | None
+    momentum: torch.Tensor | None = None
+    beta: float = 0.0
+    mask: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Codec):
     """Sign code with error feedback; the payload is scales, then bits, little-endian in bytes.
@@ -97,65 +118,86 @@ class OneBit(Codec):
             mask: `pack_mask` of the real elements; None when all are. The memory of the others
                 becomes 0.
         """
-        absent = np.empty(0, NUMPY_OF[self.dtype])
-        self.encode_blend(
-            value, out, memory, momentum=(absent, _ABSENT_BITS, absent), beta=0.0, mask=mask
-        )
+        memory_array(memory, value.numel(), self.dtype)
+        blend = Blend(value, memory, mask=mask)
+        self.leave(blend, self.signs(blend, out), memory)
 
-    def encode_blend(
-        self,
-        gradient: torch.Tensor,
-        out: torch.Tensor,
-        memory: torch.Tensor | None,
-        *,
-        momentum: tuple[Array, Array, Array],
-        beta: float,
-        mask: torch.Tensor | None = None,
-        room: torch.Tensor | None = None,
-    ) -> None:
-        """Encode ``beta * m + (1 - beta) * gradient``, fused with its computation.
+    def signs(self, blend: Blend, out: torch.Tensor) -> torch.Tensor:
+        """Write the code of a blend; nothing else changes.
 
         Args:
-            gradient: (N,) of the codec's dtype or bfloat16.
+            blend: what is to be encoded.
             out: as in `Codec.encode`.
-            memory: as in `Codec.encode`.
-            momentum: ``m`` as numbers, or as bits and scales of a code; absent ones have no
-                elements. Without any, the gradient itself is encoded.
-            beta: share of ``m`` that is kept.
-            mask: as in `encode`.
-            room: `scratch` of N elements, to spare an allocation; its last N elements then hold
-                what the error memory was.
+
+        Returns:
+            (blocks,) of the codec's dtype: the scales, for `leave`.
 
         Raises:
             NonFiniteGradient: as in `Codec.encode`.
             LocalProtocolError: as in `Codec.encode`.
             ConfigError: as in `Codec.encode`.
         """
-        length = gradient.numel()
-        wide, half = gradient_arrays(gradient, self.dtype)
-        error = memory_array(memory, length, self.dtype)
+        length = blend.numbers.numel()
         code = array(out, "code", self.encoded_bytes(length), torch.uint8)
-        kind = NUMPY_OF[self.dtype]
-        scales = np.empty(self._scale_count(length), kind)
         module = kernels("sign")
-        spare = self.scratch(length) if room is None else room
+        scales = np.empty(self._scale_count(length), NUMPY_OF[self.dtype])
         bad = module.encode(
-            (wide, half, *momentum, error),
-            (kind.type(beta), kind.type(1.0 - beta)),
+            self._sources(blend),
+            self._factors(blend),
             (self.block_of(length), self.norm == "l2"),
-            mask_bits(mask, length),
+            mask_bits(blend.mask, length),
             (scales, code[scales.nbytes :]),
-            array(spare, "scratch", module.SCRATCH + length, self.dtype),
+            np.empty(module.SCRATCH, NUMPY_OF[self.dtype]),
         )
         if bad >= 0:
-            assert memory is not None
-            inputs = {"gradient": gradient, "error memory": memory}
+            inputs = {"gradient": blend.numbers}
+            if blend.error is not None:
+                inputs["error memory"] = blend.error
             raise refusal(bad * self.block_of(length), inputs)
         code[: scales.nbytes] = scales.view(np.uint8)
+        return torch.from_numpy(scales)
 
-    def scratch(self, length: int) -> torch.Tensor:
-        """Return what `encode_blend` needs as room for ``length`` elements, not initialised."""
-        return torch.empty(kernels("sign").SCRATCH + length, dtype=self.dtype)
+    def leave(self, blend: Blend, scales: torch.Tensor, target: torch.Tensor | None) -> None:
+        """Write what a code leaves of a blend: the next error memory.
+
+        Args:
+            blend: what `signs` was given, with the same numbers.
+            scales: what `signs` returned.
+            target: (N,) of the codec's dtype, written in place; may be the blend's error, or its
+                momentum in numbers.
+
+        Raises:
+            LocalProtocolError: as in `Codec.encode`.
+        """
+        length = blend.numbers.numel()
+        module = kernels("sign")
+        module.leave(
+            self._sources(blend),
+            self._factors(blend),
+            self.block_of(length),
+            mask_bits(blend.mask, length),
+            (
+                array(scales, "scales", self._scale_count(length), self.dtype),
+                memory_array(target, length, self.dtype),
+            ),
+            np.empty(module.SCRATCH, NUMPY_OF[self.dtype]),
+        )
+
+    def _factors(self, blend: Blend) -> tuple[Any, Any]:
+        kind = NUMPY_OF[self.dtype].type
+        return kind(blend.beta), kind(1.0 - blend.beta)
+
+    def _sources(self, blend: Blend) -> tuple[Array, ...]:
+        """Return a blend as kernels take it: gradient, momentum and error, absent ones empty."""
+        length, momentum = blend.numbers.numel(), blend.momentum
+        absent = np.empty(0, NUMPY_OF[self.dtype])
+        error = absent if blend.error is None else memory_array(blend.error, length, self.dtype)
+        numbers, bits, scales = absent, _ABSENT_BITS, absent
+        if momentum is not None and momentum.dtype == torch.uint8:
+            scales, bits = self.parts(momentum, length)
+        elif momentum is not None:
+            numbers = array(momentum, "momentum", length, self.dtype)
+        return (*gradient_arrays(blend.numbers, self.dtype), numbers, bits, scales, error)
 
     def decode(
         self, code: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None = None
@@ -188,6 +230,36 @@ class OneBit(Codec):
         """
         array(code, "code", self.encoded_bytes(length), torch.uint8)
         return split_code(code, self._scale_count(length), self.dtype)
+
+    def code_of_decoded(
+        self, numbers: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the code that decodes to some numbers, where one does.
+
+        Args:
+            numbers: (N,) of the codec's dtype. Not modified.
+            mask: as in `encode`; elements where it is 0 may be anything.
+
+        Returns:
+            (encoded_bytes(N),) uint8; None: the numbers are not those of a code.
+        """
+        length = numbers.numel()
+        values = array(numbers, "numbers", length, self.dtype)
+        count, block = self._scale_count(length), self.block_of(length)
+        sizes = np.zeros(count * block, values.dtype)
+        np.abs(values, out=sizes[:length])
+        if mask is not None:
+            absent = np.unpackbits(mask_bits(mask, length), count=length, bitorder="little") == 0
+            sizes[:length][absent] = 0
+        rows = sizes.reshape(count, -1) if count else sizes.reshape(0, 1)
+        scales = rows.max(axis=1, initial=0)
+        same = (rows == scales[:, None]).reshape(-1)[:length]
+        if mask is not None:
+            same |= absent
+        if not same.all() or not np.isfinite(scales).all():
+            return None
+        bits = np.packbits(np.signbit(values), bitorder="little")
+        return torch.from_numpy(np.concatenate([scales.view(np.uint8), bits]))
 
     def mean(
         self,

@@ -150,26 +150,6 @@ def negative_eight(typing: Any, c: Any, k: Any) -> Any:
     return types.uint8(c, types.intp), generate
 
 
-@emitted
-def settle_eight(typing: Any, c: Any, k: Any, scale: Any, e: Any, undo: Any) -> Any:
-    """Replace 8 errors by what a sign code leaves of ``c``; return the signs.
-
-    ``undo[k + i] = e[k + i]; e[k + i] = c[k + i] - (-scale if c[k + i] < 0 else scale)``, i < 8.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        eight = _Eight(context, builder, c.dtype)
-        at = values[1]
-        value = eight.load(c, values[0], at)
-        mask = eight.negative(value)
-        eight.store(eight.load(e, values[3], at), undo, values[4], at)
-        error = builder.fsub(value, eight.signed(mask, values[2]))
-        eight.store(error, e, values[3], at)
-        return eight.byte(mask)
-
-    return types.uint8(c, types.intp, c.dtype, e, undo), generate
-
-
 @inlined
 def spread(c: Array, at: int, bits: Array, magnitude: Any) -> None:
     """Write the signs of the elements from ``at`` on times a magnitude into ``c``."""

@@ -1,13 +1,13 @@
-"""Loops that encode signs with a scale per block and update the error memory.
+"""Loops that encode signs with a scale per block, and those that say what the signs leave.
 
 Legend: N elements; B elements of a block; T is float32 or float64, the same for all floating
 arrays of a call. Loops walk blocks and, inside, runs that stay in the first-level cache.
 
-One pass over the memory of a shard: a block's scale is known when it has been read once, and then
-the block is in the cache. What the error memory was is kept aside, because what is not finite may
-turn up in the last block and must leave nothing changed. That takes an eighth of the time; reading
-the whole shard twice instead takes a quarter more, as the second time it comes from the third-level
-cache at best.
+Two passes over the memory of a shard. The first one reads only: what is not finite may turn up in
+the last block and must leave nothing changed, and a code may be made anew, or its step be skipped.
+The second one computes the same numbers again, when the code counts, and replaces the error memory.
+So there is no copy of what the error memory was; both together move as many bytes as one pass that
+keeps such a copy.
 
 Order of a block's sum, the same for every T and machine: a run is filled up with zeros to rows of
 64; four rows at a time ``lane[k] += (|r0[k]| + |r1[k]|) + (|r2[k]| + |r3[k]|)``; the 64 lanes
@@ -29,13 +29,12 @@ from paradis.numerics.codecs.run_kernels import (
     borrowed,
     clear_masked,
     kept,
-    set_bit,
-    settle_eight,
+    pack,
     widened,
 )
 
-SCRATCH: Final = 2 * RUN + 64
-"""Elements of scratch besides what the error memory was."""
+SCRATCH: Final = 3 * RUN + 64
+"""Elements of scratch: what is encoded of a run, its gradient widened, zeros, lanes."""
 
 
 @inlined
@@ -119,66 +118,95 @@ def _poison(c: Array, n: int, mask: Array) -> float:
 
 
 @inlined
-def _settle(c: Array, at: int, scale: Any, e: Array, undo: Array, code: Array) -> None:
-    """Write the sign bits of a run and what they leave of it as error ``e``, the old one aside."""
-    whole = e.size // 8 * 8 if at % 8 == 0 else 0
-    bits = code[at // 8 : (at + whole) // 8]
-    for j in range(bits.size):
-        bits[j] = settle_eight(c, j * 8, scale, e, undo)
-    zero = c.dtype.type(0)
-    for k in range(whole, e.size):
-        set_bit(code, at + k, c[k] < zero)
-        undo[k] = e[k]
-        e[k] = c[k] - (-scale if c[k] < zero else scale)
+def _run(sources: Any, at: int, n: int, sign: Any, factors: Any, room: Array) -> Array:
+    """Return what is to be encoded of one run, before the mask; see `encode`."""
+    wide, half, momentum, error = sources
+    g = widened(wide, half, at, n, room[RUN : 2 * RUN])
+    e = error[at : at + n] if error.size else room[2 * RUN : 2 * RUN + n]
+    _load(room[:RUN], g, e, at, momentum, sign, factors)
+    return room[:n]
+
+
+@inlined
+def _borrowed_sources(sources: Any) -> Any:
+    wide, half, momentum, error = sources[0], sources[1], sources[2], sources[5]
+    return borrowed(wide), borrowed(half), borrowed(momentum), borrowed(error)
 
 
 @compiled
 def encode(sources: Any, factors: Any, rule: Any, mask: Array, out: Any, room: Array) -> int:
-    """Write scales and sign bits, and replace the error memory.
+    """Write scales and sign bits; nothing else changes.
 
     Args:
         sources: gradient (N,) T, or (N,) bfloat16 as uint16; momentum (N,) T, or bits and scales
-            of the last update, or none of them; error (N,) T, replaced. Absent ones have no
-            elements.
+            of the last update, or none of them; error (N,) T, or absent for zeros. Absent ones
+            have no elements.
         factors: (share of the momentum kept, share of the gradient), of T.
         rule: (elements of a block, whether a scale is ``sqrt(sum(c * c) / n)`` instead of
             ``sum(|c|) / n``).
         mask: bits, 1 = real element, or absent when all are.
         out: (scales (blocks,) T, code (ceil(N / 8),) uint8 where bits beyond N become 0).
-        room: (SCRATCH + N,) T, scratch.
+        room: (SCRATCH,) T, scratch.
 
     Returns:
-        -1, or the first block with an element, or a sum, that is not finite; then the error
-        memory is as before.
+        -1, or the first block with an element, or a sum, that is not finite.
     """
-    error, momentum, mask = borrowed(sources[5]), borrowed(sources[2]), borrowed(mask)
-    wide, half, room = borrowed(sources[0]), borrowed(sources[1]), borrowed(room)
+    parts, mask, room = _borrowed_sources(sources), borrowed(mask), borrowed(room)
     last_bits, last_scales = borrowed(sources[3]), borrowed(sources[4])
     (block, squared), scales, code = rule, borrowed(out[0]), borrowed(out[1])
-    c, g16, lane, undo = room[:RUN], room[RUN : 2 * RUN], room[2 * RUN : SCRATCH], room[SCRATCH:]
+    size, lane = parts[0].size + parts[1].size, room[3 * RUN :]
+    room[2 * RUN : 3 * RUN] = 0
     for index in range(scales.size):
-        start, stop = index * block, min(index * block + block, error.size)
+        start, stop = index * block, min(index * block + block, size)
         sign = (last_bits, factors[0] * last_scales[index] if last_scales.size else factors[0])
         total = 0.0
         for at in range(start, stop, RUN):
             n = min(RUN, stop - at)
-            g, e = widened(wide, half, at, n, g16), error[at : at + n]
-            _load(c, g, e, at, momentum, sign, factors)
+            c = _run(parts, at, n, sign, factors, room)
             total += _poison(c, n, mask)
-            clear_masked(c[:n], at, mask)
-            total += _squares(c, n) if squared else _magnitudes(c, n, lane)
+            clear_masked(c, at, mask)
+            total += _squares(c, n) if squared else _magnitudes(room[:RUN], n, lane)
         mean = total / max(1, kept(start, stop, mask))
-        scale = error.dtype.type(np.sqrt(mean) if squared else mean)
+        scale = scales.dtype.type(np.sqrt(mean) if squared else mean)
         if not np.isfinite(scale):
-            error[:start] = undo[:start]
             return index
         scales[index] = scale
         for at in range(start, stop, RUN):
             n = min(RUN, stop - at)
-            e = error[at : at + n]
+            c = room[:n]
             if stop - start > RUN:  # else it is still there
-                _load(c, widened(wide, half, at, n, g16), e, at, momentum, sign, factors)
-                clear_masked(c[:n], at, mask)
-            _settle(c, at, scale, e, undo[at : at + n], code)
-            clear_masked(e, at, mask)
+                c = _run(parts, at, n, sign, factors, room)
+                clear_masked(c, at, mask)
+            pack(c, at, code)
     return -1
+
+
+@compiled
+def leave(sources: Any, factors: Any, block: int, mask: Array, out: Any, room: Array) -> None:
+    """Write what a code leaves of the numbers that `encode` made it of.
+
+    Args:
+        sources: as `encode` had them, unchanged.
+        factors: as `encode` had them.
+        block: elements of a block.
+        mask: as `encode` had it.
+        out: (scales (blocks,) T as `encode` wrote them, (N,) T to write). What is written may be
+            the memory of the error, or of a momentum in numbers, among the sources.
+        room: (SCRATCH,) T, scratch.
+    """
+    parts, mask, room = _borrowed_sources(sources), borrowed(mask), borrowed(room)
+    last_bits, last_scales = borrowed(sources[3]), borrowed(sources[4])
+    scales, error = borrowed(out[0]), borrowed(out[1])
+    room[2 * RUN : 3 * RUN] = 0
+    zero = error.dtype.type(0)
+    for index in range(scales.size):
+        start, stop, scale = index * block, min(index * block + block, error.size), scales[index]
+        sign = (last_bits, factors[0] * last_scales[index] if last_scales.size else factors[0])
+        for at in range(start, stop, RUN):
+            n = min(RUN, stop - at)
+            c = _run(parts, at, n, sign, factors, room)
+            clear_masked(c, at, mask)
+            e = error[at : at + n]
+            for k in range(n):
+                e[k] = c[k] - (-scale if c[k] < zero else scale)
+            clear_masked(e, at, mask)
