@@ -149,11 +149,6 @@ class Simulation:
             worker = SimWorker(self, rank)
             self.nodes[worker.node] = worker
 
-    def _checkers(self, job: Job) -> Checkers:
-        if job.modes:
-            return MixedCheckers(self)
-        return Checkers(self) if job.mode == "sync" else StaleCheckers(self)
-
     def _join(self) -> None:
         for name, node in self.nodes.items():
             if isinstance(node, SimWorker):
@@ -349,6 +344,8 @@ class Simulation:
 
 def checkers_of(sim: Simulation) -> Checkers:
     """Return what must hold in a job."""
+    if sim.job.modes:
+        return MixedCheckers(sim)
     if sim.job.mode != "sync":
         return StaleCheckers(sim)
     return QuorumCheckers(sim) if sim.job.backup else Checkers(sim)
