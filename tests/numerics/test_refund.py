@@ -20,8 +20,9 @@ def begun(codec: str) -> tuple[WorkerCoder, torch.Tensor]:
     if codec == "onebit":
         coder.load_memories({"momentum": [torch.ones(LENGTH)], "inverse": [torch.ones(LENGTH)]})
     code = torch.empty(coder.code_bytes, dtype=torch.uint8)
-    coder.encode([torch.linspace(-1.0, 1.0, LENGTH)], code, OPTIONS)
-    coder.keep()
+    gradients = [torch.linspace(-1.0, 1.0, LENGTH)]
+    coder.encode(gradients, code, OPTIONS)
+    coder.keep(gradients)
     return coder, code
 
 

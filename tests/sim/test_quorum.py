@@ -69,7 +69,7 @@ def test_scenarios_cover_what_they_should() -> None:
     assert {j.servers for j in jobs} == {1, 2, 3}
     assert any(j.leaves for j in jobs) and any(j.habits.found_inf for j in jobs)
     assert any(j.habits.snapshot for j in jobs) and any(j.habits.change for j in jobs)
-    assert any(j.coded for j in jobs) and any(j.coded and j.freeze >= 0 for j in jobs)
+    assert any(j.coded for j in jobs) and any(j.coded and j.changes for j in jobs)
     assert any(j.weather.loss and j.weather.repeat and j.weather.reorder for j in jobs)
     assert {f.kind for j in jobs for f in j.faults} == {"pause", "cut"}
 
