@@ -417,6 +417,9 @@ class LeaderRole(LeaderCodes):
 
     def _on_checkpoint(self, message: msg.CheckpointInfo | msg.Saved | msg.SaveFailed) -> None:
         plans = tuple(p for _, p in sorted(self.plans.items()))
+        copied = self._saves.implied(message) if isinstance(message, msg.Saved) else None
+        if copied is not None:
+            self._send(worker_id(0), copied)
         answer = self._saves.note(message, plans)
         if isinstance(answer, fx.WriteManifest):
             self._out.append(self._with_benefit(answer))

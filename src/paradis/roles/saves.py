@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paradis.ids import NodeId, worker_id
+from paradis.ids import NodeId, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.wire import messages as msg
 
@@ -102,6 +102,21 @@ class Saves:
         """A worker's part is copied."""
         if message.checkpoint in self._open:
             self._open[message.checkpoint].uncopied.pop(message.rank, None)
+
+    def implied(self, saved: msg.Saved) -> msg.MemoriesCopied | None:
+        """Return what worker 0 must hear: a worker's part that is written has been copied.
+
+        The worker may have ended before it could say so.
+        """
+        save = self._open.get(saved.checkpoint)
+        node = NodeId(saved.node)
+        if save is None or save.info is None or role_of(node) != "worker":
+            return None
+        rank = index_of(node)
+        if rank not in save.uncopied:
+            return None
+        del save.uncopied[rank]
+        return _copied(rank, save.info)
 
     def left(self, rank: int) -> tuple[list[msg.ControlMessage], list[fx.WriteManifest]]:
         """A worker has left: do without its parts.

@@ -51,3 +51,14 @@ def test_a_user_hears_of_a_checkpoint_when_all_worker_groups_are_in_it() -> None
     assert saves.whole(second, 2) and saves.whole(first, 2)
     assert saves.whole(msg.CheckpointDone(checkpoint="c", path="", step=6, error="full"), 2)
     assert saves.whole(msg.CheckpointDone(checkpoint="d", path="step-6", step=6), 1)
+
+
+def test_a_part_that_is_written_has_been_copied() -> None:
+    """Its worker may end in between, and the checkpoint be complete before anybody hears of it."""
+    saves, plans = Saves(), [plan(0, "server-0")]
+    info = msg.CheckpointInfo(checkpoint="c", group=0, step=3, options=[], extra={}, workers=(0, 1))
+    assert saves.note(info, plans) is None
+    saves.ask_workers(info)
+    told = saves.implied(saved("worker-1"))
+    assert told == msg.MemoriesCopied(rank=1, checkpoint="c", group=0)
+    assert saves.implied(saved("worker-1")) is None and saves.implied(saved("server-0")) is None
