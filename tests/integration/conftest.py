@@ -243,6 +243,13 @@ class Cluster:
                     return process
         pytest.fail(f"no process of {name}")
 
+    def wait_stopped(self, process: psutil.Process) -> None:
+        """Wait until a process has stopped itself."""
+        until = time.monotonic() + WAIT_S
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until, f"{process} does not stop"
+            os.sched_yield()
+
     def alive(self) -> list[psutil.Process]:
         """Return all living processes that this cluster's commands started."""
         found = []

@@ -96,6 +96,8 @@ def test_a_slow_rank_is_warned_about_and_never_failed(cluster: Any) -> None:
     limit = ("--set", "communication.failure_timeout=400ms")
     job = cluster.start(*SMALL, *STALLS, *beats, *limit, "train.py")
     cluster.told("at", 2)
+    for node in ("worker-0", "worker-1"):
+        cluster.wait_stopped(cluster.node(node))  # a signal before that would be lost
     cluster.node("worker-1").send_signal(signal.SIGCONT)
     job.until("Gradient sync timeout")
     cluster.node("worker-0").send_signal(signal.SIGCONT)

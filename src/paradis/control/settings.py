@@ -19,7 +19,7 @@ class ControlConfig:
         keepalive_timeout_s: an unanswered ping ends the stream after this many seconds.
         leader_keepalive_s: the leader pings quiet clients this rarely: it only clears half-open
             connections. Liveness comes from the host agents' beats, so that a worker stopped in a
-            debugger is slow and never dead.
+            debugger, be it over lunch, is slow and never dead.
         queue_messages_max: bound of one stream's send queue, in messages.
         queue_bytes_max: the same in bytes; four messages of the largest size.
         sessions_max: streams that a leader serves at once.
@@ -28,7 +28,7 @@ class ControlConfig:
 
     keepalive_s: float = 2.0
     keepalive_timeout_s: float = 5.0
-    leader_keepalive_s: float = 60.0
+    leader_keepalive_s: float = 7200.0
     queue_messages_max: int = 10_000
     queue_bytes_max: int = 4 * MESSAGE_BYTES_MAX
     sessions_max: int = 10_000

@@ -179,3 +179,4 @@ class Compressor:
         if self._thread is not None and self._thread.is_alive():
             with self._changed:
                 self._changed.notify_all()
+            self._thread.join(self._timeout_s)

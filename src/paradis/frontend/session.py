@@ -119,7 +119,7 @@ class Session:
             )
         address = environ["PARADIS_DISPATCHERS"].split(",")[0].strip()
         token = read_token(Path(token_file))
-        stream = joining.LeaderStream(address, token)
+        stream = joining.LeaderStream(address, token, watched=self._agent)
         timeout_s = float(load_config(None, environ, {}).config.communication.join_timeout)
         welcome = stream.join(
             joining.make_join("worker", self.rank, rack=environ.get("PARADIS_RACK", "")),

@@ -25,6 +25,8 @@ from paradis.runtime.signals import raised_in_handler
 
 _log = logging.getLogger("paradis.driver")
 _STORY = 32
+_STOP_S = 10.0
+"""How long `Driver.stop` waits for the thread that runs the role: a numeric job, at most."""
 
 
 class Role(Protocol):
@@ -64,6 +66,7 @@ class Driver:
         self._carry = carry
         self._broken = broken
         self._lock = threading.Lock()
+        self._runner = 0  # the thread that holds the lock
         self._queue: deque[Event] = deque()
         self._story: deque[Event] = deque(maxlen=_STORY)
         self._stopped = False
@@ -83,6 +86,7 @@ class Driver:
                 self._lock.release()
 
     def _drain(self) -> None:
+        self._runner = threading.get_ident()
         while self._queue and not self._stopped:
             event = self._queue.popleft()
             self._story.append(event)
@@ -136,9 +140,19 @@ class Driver:
         self._timers.set(name, at_ns)
 
     def stop(self) -> None:
-        """Handle no further events; idempotent."""
+        """Handle no further events, and return when none is being handled; idempotent.
+
+        The process may end after this: a thread that the end of the interpreter finds inside torch
+        aborts it.
+        """
         self._stopped = True
         self._timers.stop()
+        if self._runner == threading.get_ident() and self._lock.locked():
+            return  # called by the role's own work
+        if self._lock.acquire(timeout=_STOP_S):
+            self._lock.release()
+        else:
+            _log.warning("%s is stopped, but still handles %r", self.name, self._story[-1])
 
 
 class Timers:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[], None]
+_STOP_S = 30.0
+"""Deadline of what is queued at the end; the end of the interpreter aborts it in a job."""
 
 
 class Executor:
@@ -48,7 +50,7 @@ class Executor:
             self._jobs.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(5.0)
+                thread.join(_STOP_S)
         self._threads = []
 
 

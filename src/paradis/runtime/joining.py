@@ -38,14 +38,17 @@ class LeaderStream:
     Args:
         address: control address of the leader.
         token: the job's secret.
+        watched: a host agent looks after this node, and ends it when the leader is silent.
     """
 
-    def __init__(self, address: str, token: bytes) -> None:
+    def __init__(self, address: str, token: bytes, *, watched: bool = False) -> None:
         self._lock = threading.Lock()
         self._held: deque[Event] = deque()
         self._arrived = threading.Event()
         self._post: Callable[[Event], None] | None = None
-        self._client = ControlClient(address, token, self, ControlConfig())
+        # A ping under way when a debugger stops the node looks unanswered when that goes on.
+        config = ControlConfig(keepalive_s=60.0, keepalive_timeout_s=7200.0)
+        self._client = ControlClient(address, token, self, config if watched else ControlConfig())
         self.address = address
 
     def received(self, message: ControlMessage) -> None:

@@ -21,6 +21,7 @@ from paradis.wire.messages import DataMessage
 
 _log = logging.getLogger("paradis.links")
 _RETRY_S = 0.2
+_CLOSE_S = 10.0
 
 Place = Callable[[NodeId, FrameHeader], Placed]
 
@@ -125,6 +126,7 @@ class Links:
         self._post = post
         self._counters = counters
         self._lock = threading.Lock()
+        self._naming = threading.Lock()
         self._links: dict[NodeId, _Link] = {}
         self._pending: dict[NodeId, None] = {}
         self._listeners: list[Listener] = []
@@ -217,8 +219,15 @@ class Links:
     # ------------------------------------------------------------ receiving
 
     def name_memory(self, peer: NodeId, header: FrameHeader) -> Placed:
-        """Name memory for a payload."""
-        return self._place(peer, header)
+        """Name memory for a payload.
+
+        Raises:
+            PeerUnreachable: the node is closed; its memory is its owner's again.
+        """
+        with self._naming:
+            if self._stopped.is_set():
+                raise PeerUnreachable(f"{self.identity.node} is closed; nothing is received")
+            return self._place(peer, header)
 
     def take(self, peer: NodeId, message: DataMessage, placement: Placement | None) -> None:
         """Turn a frame into an event."""
@@ -244,8 +253,13 @@ class Links:
             self._post(PeerLost(peer, reason))
 
     def close(self) -> None:
-        """Send what is queued, then close everything; idempotent."""
+        """Send what is queued, then close everything; idempotent.
+
+        No thread of a link is inside the node's memory when it returns.
+        """
         self._stopped.set()
+        if self._naming.acquire(timeout=_CLOSE_S):
+            self._naming.release()
         with self._lock:
             links = list(self._links.values())
             self._links.clear()

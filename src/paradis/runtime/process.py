@@ -146,7 +146,7 @@ def run_server(arguments: ServerArguments) -> int:
     signals = _Signals()
     start_logging(_server_name(arguments))
     token = read_token(arguments.token_file)
-    stream = LeaderStream(arguments.dispatchers, token)
+    stream = LeaderStream(arguments.dispatchers, token, watched="PARADIS_AGENT" in os.environ)
     welcome = stream.join(
         make_join("server", arguments.index, rack=arguments.rack, beside=arguments.beside),
         connect_timeout_s=_CONNECT_TIMEOUT_S,
@@ -264,7 +264,7 @@ def run_dispatcher(arguments: DispatcherArguments, control: LeaderControl | None
     token = read_token(arguments.token_file)
     if control is not None:
         return _lead(arguments, control, token, signals)
-    stream = LeaderStream(arguments.dispatchers, token)
+    stream = LeaderStream(arguments.dispatchers, token, watched="PARADIS_AGENT" in os.environ)
     welcome = stream.join(
         make_join("dispatcher", arguments.index, rack=arguments.rack),
         connect_timeout_s=_CONNECT_TIMEOUT_S,

@@ -16,7 +16,7 @@ from paradis.errors import ParadisError
 from paradis.numerics.memory_order import as_bytes
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
-from paradis.runtime.host_group import HostGroup
+from paradis.runtime.host_group import OPEN_TIMEOUT_S, HostGroup
 from paradis.runtime.host_lane import DOWN, FLUSH_S, UP, Header, Lane, Own, Parcel, Shards
 from paradis.runtime.pages import allocate
 from paradis.wire.messages import Update
@@ -140,7 +140,8 @@ class Sharing:
                 lane.end()
             self._join(threads, FLUSH_S)
         self.sever()
-        self._join([*threads, self._opener], 1.0)
+        # Their waits are over now. The end of the interpreter would abort a thread inside Gloo.
+        self._join([*threads, self._opener], OPEN_TIMEOUT_S)
         self._group = None
 
     @staticmethod

@@ -178,3 +178,41 @@ def test_timers_fire_by_name_and_a_later_one_replaces_an_earlier() -> None:
     assert fired.wait(10)
     driver.stop()
     assert [e.name for e in role.seen if isinstance(e, TimerFired)] == ["a"]
+
+
+class Slow:
+    """A role whose work takes until it is allowed to end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.ended = False
+
+    def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
+        self.begun.set()
+        assert self.go.wait(10.0)
+        self.ended = True
+        return []
+
+
+def test_stop_returns_when_no_event_is_being_handled() -> None:
+    """The interpreter may end after it, and aborts a thread that it finds inside torch."""
+    role = Slow()
+    driver = Driver("test", role, lambda _: None, lambda _: None)
+    reader = threading.Thread(target=driver.post, args=(Reduced(0, 0),))
+    reader.start()
+    assert role.begun.wait(10.0)
+    stopper = threading.Thread(target=driver.stop)
+    stopper.start()
+    stopper.join(0.05)
+    assert stopper.is_alive() and not role.ended
+    role.go.set()
+    stopper.join(10.0)
+    assert role.ended and not stopper.is_alive()
+    reader.join(10.0)
+
+
+def test_a_role_may_stop_its_own_driver() -> None:
+    driver = Driver("test", Echo(), lambda _: driver.stop(), lambda _: None)
+    driver.post(Reduced(0, 0))
+    driver.stop()

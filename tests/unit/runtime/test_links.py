@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 
 import pytest
 
+from paradis.errors import PeerUnreachable
 from paradis.ids import NodeId
 from paradis.observe.metrics import Counters
 from paradis.roles.events import Event, PeerLost, PeerUp, Received
@@ -107,3 +109,36 @@ def test_a_connected_peer_is_not_connected_twice(pair: tuple[End, End, object]) 
     worker.links.send(server.name, Pull(shard=1))
     event = server.next()
     assert isinstance(event, Received), "a second PeerUp would have come first"
+
+
+def test_after_close_no_reading_thread_is_inside_the_nodes_memory() -> None:
+    """The interpreter may end after it, and aborts a thread that it finds inside torch."""
+    network = MemoryNetwork()
+    server, worker = End("server-0", network), End("worker-0", network)
+    inside, go = threading.Event(), threading.Event()
+
+    def place(peer: NodeId, header: FrameHeader) -> Placed:
+        inside.set()
+        assert go.wait(WAIT_S)
+        return server.arena.place(header.payload_bytes)
+
+    server.links._place = place
+    worker.links.connect({server.name: server.links.listen(["memory://"])})
+    assert worker.next() == PeerUp(server.name)
+    worker.links.send(server.name, Push(shard=3, step=1), [memoryview(b"abcd")])
+    assert inside.wait(WAIT_S)
+    closer = threading.Thread(target=server.links.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    go.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    with pytest.raises(PeerUnreachable, match="server-0 is closed"):
+        server.links.name_memory(
+            worker.name,
+            FrameHeader(
+                kind=1, flags=0, fields=(), meta_bytes=0, payload_bytes=4, payload_checksum=0
+            ),
+        )
+    worker.links.close()
