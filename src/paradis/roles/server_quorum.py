@@ -179,11 +179,14 @@ class ServerQuorum(ServerEarly):
             super()._on_pull(source, pull)
 
     def _on_pull_state(self, source: NodeId, pull: msg.PullState) -> None:
-        """Others may be changing the state that a worker asks for: it gets the next one then."""
+        """Others may be changing the state that a worker asks for: it gets the next one then.
+
+        A shard may have its version before the step ends, and only its end begins the codes.
+        """
         found = self._by_shard.get(pull.shard)
         if found is None or found[0].quorum is None or found[1].passive:
             super()._on_pull_state(source, pull)
-        elif self._in_flux(*found) or found[1].version < pull.version:
+        elif self._in_flux(*found) or found[0].step < pull.version:
             self._state_pulls[source, pull.shard] = pull  # one for each worker and shard
         else:
             super()._on_pull_state(source, pull)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from paradis.ids import NodeId
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
@@ -14,28 +16,34 @@ SECOND_NS = 1_000_000_000
 LEADER = NodeId("dispatcher-0")
 
 
-def server() -> ServerRole:
-    """Return a server that warns after 10 s and gives up after 30, past its first step."""
+def server(count: int = 1) -> ServerRole:
+    """Return a server that warns after 10 s and gives up after 30, past its first step.
+
+    Args:
+        count: of its shards.
+    """
     role = ServerRole(
         NodeId("server-0"), quota_bytes=64, warning_ns=10 * SECOND_NS, timeout_ns=30 * SECOND_NS
     )
     ranks = (0, 1, 2)
     view = msg.View(generation=1, members=ranks, left={}, tree=(ranks,), addresses={},
                     racks={"r": ("", ranks)})  # fmt: skip
-    shard = msg.ShardPlan(
-        shard=0, server="server-0", dtype="float32", length=4, options_group=0, priority=0,
-        segments=(msg.Segment(0, 0, 4, 0),),
-    )  # fmt: skip
+    parts = range(count)
+    spec = msg.ParameterSpec(name="w", shape=(4,), dtype="float32", options_group=0)
     plan = msg.Plan(
         generation=1, group=0, part=0, first_parameter=0, optimizer="SGD", options=[{"lr": 0.5}],
-        parameters=(msg.ParameterSpec(name="w", shape=(4,), dtype="float32", options_group=0),),
-        shards=(shard,), step=0, backup=1,
+        parameters=tuple(msgspec.structs.replace(spec, name=f"w{i}") for i in parts),
+        shards=tuple(msg.ShardPlan(
+            shard=i, server="server-0", dtype="float32", length=4, options_group=0, priority=i,
+            segments=(msg.Segment(i, 0, 4, 0),),
+        ) for i in parts), step=0, backup=1,
     )  # fmt: skip
     role.handle(ev.Received(LEADER, view), 0)
     role.handle(ev.Received(LEADER, plan), 0)
-    role.handle(ev.Stored(0, 1), 0)
+    for i in parts:
+        role.handle(ev.Stored(i, 1), 0)
     for rank in ranks:
-        commit(role, rank, 0, 0)
+        commit(role, rank, 0, 0, present=bytes(count))
     return role
 
 
@@ -129,3 +137,21 @@ def test_state_that_is_asked_for_while_it_changes_is_sent_when_it_has_changed() 
     assert role.handle(ev.Received(NodeId("worker-2"), asked), 8) == []
     (state,) = sent(role.handle(ev.Applied(0, 1), 9), msg.State)
     assert (state.version, state.sequence) == (2, 3)
+
+
+def test_what_codes_start_from_is_sent_when_the_whole_step_is_over() -> None:
+    """A shard may have its version before the step ends, but codes begin with the end of one."""
+    role = server(2)
+    for rank in (0, 1):
+        for shard in (0, 1):
+            push = msg.Push(generation=1, worker=rank, step=1, shard=shard)
+            role.handle(ev.Received(NodeId(f"worker-{rank}"), push, 5 + rank + 2 * shard), 5)
+        commit(role, rank, 1, 5, present=b"\1\1")
+    role.handle(ev.Received(NodeId("worker-2"), msg.Holding(worker=2, step=1, version=1)), 6)
+    role.handle(ev.Reduced(0, 1), 7)
+    role.handle(ev.Reduced(1, 1), 7)
+    role.handle(ev.Applied(0, 1), 8)
+    asked = msg.PullState(worker=2, shard=0, version=2, sequence=3, memories=True)
+    assert not sent(role.handle(ev.Received(NodeId("worker-2"), asked), 9), msg.State)
+    (state,) = sent(role.handle(ev.Applied(1, 1), 10), msg.State)
+    assert (state.shard, state.version, state.sequence) == (0, 2, 3)
