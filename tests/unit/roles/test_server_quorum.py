@@ -43,7 +43,7 @@ def server(count: int = 1) -> ServerRole:
     for i in parts:
         role.handle(ev.Stored(i, 1), 0)
     for rank in ranks:
-        commit(role, rank, 0, 0, present=bytes(count))
+        commit(role, rank, 0, 0, present=b"\0")
     return role
 
 
@@ -146,7 +146,7 @@ def test_what_codes_start_from_is_sent_when_the_whole_step_is_over() -> None:
         for shard in (0, 1):
             push = msg.Push(generation=1, worker=rank, step=1, shard=shard)
             role.handle(ev.Received(NodeId(f"worker-{rank}"), push, 5 + rank + 2 * shard), 5)
-        commit(role, rank, 1, 5, present=b"\1\1")
+        commit(role, rank, 1, 5, present=b"\3")
     role.handle(ev.Received(NodeId("worker-2"), msg.Holding(worker=2, step=1, version=1)), 6)
     role.handle(ev.Reduced(0, 1), 7)
     role.handle(ev.Reduced(1, 1), 7)
