@@ -107,15 +107,15 @@ class Receiver:
         found = self._by_shard.get(push.shard)
         if not self._in_view(event, push):
             return
-        if found is None or not event.lease:
-            self._drop(event)  # not placed (unknown shard or no memory): the sender tries again
+        if found is None:
+            self._drop(event)
             return
         group, shard = found
         if push.step < shard.version or (shard.applying and push.step == shard.version):
             self._drop(event)
             self._ack(event.source, push, credit=True)
-        elif push.step > shard.version:
-            self._drop(event)
+        elif push.step > shard.version or not event.lease:
+            self._drop(event)  # there was no memory for it: the sender tries again
         else:
             self._collect(event, push, group, shard)
 

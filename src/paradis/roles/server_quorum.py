@@ -232,7 +232,7 @@ class ServerQuorum(ServerEarly):
     def on_push(self, event: ev.Received, push: msg.Push | msg.RackPush) -> None:
         """Take a push in, and count it if it is too late."""
         found = self._by_shard.get(push.shard)
-        if found is not None and event.lease and found[0].quorum is not None:
+        if found is not None and found[0].quorum is not None:
             members = found[0].quorum.made(push.step)
             over = push.step < found[1].version + found[1].applying
             if over and push.worker not in members:

@@ -155,3 +155,16 @@ def test_what_codes_start_from_is_sent_when_the_whole_step_is_over() -> None:
     assert not sent(role.handle(ev.Received(NodeId("worker-2"), asked), 9), msg.State)
     (state,) = sent(role.handle(ev.Applied(1, 1), 10), msg.State)
     assert (state.shard, state.version, state.sequence) == (0, 2, 3)
+
+
+def test_a_late_push_of_another_size_is_acknowledged_without_its_payload() -> None:
+    """A gradient in full finds no memory where codes are expected, and its worker waits for us."""
+    role = held_up()
+    role.handle(ev.Received(NodeId("worker-2"), msg.Holding(worker=2, step=1, version=1)), 7)
+    assert role.groups[0].step == 2
+    late = ev.Received(NodeId("worker-2"), msg.Push(generation=1, worker=2, step=1), 0)
+    effects = role.handle(late, 8)
+    assert sent(effects, msg.PushAck)[0].credit
+    assert [e for e in effects if isinstance(e, fx.Count)] == [fx.Count("dropped_pushes")]
+    present = ev.Received(NodeId("worker-1"), msg.Push(generation=1, worker=1, step=2), 0)
+    assert role.handle(present, 9) == [], "there was no memory: it comes again"
