@@ -158,7 +158,7 @@ def test_sigterm_runs_the_handler_of_every_worker(cluster: Any) -> None:
     job.signal(signal.SIGTERM)
     code, err = job.end()
     assert code == 128 + signal.SIGTERM, err
+    assert "checkpoint of step" in err and "killed" not in err and "error:" not in err, err
     cluster.told("saved", 2)
     assert not (cluster.directory / "child-signalled").exists()
-    assert "checkpoint of step" in err and "killed" not in err and "error:" not in err, err
     cluster.assert_clean()

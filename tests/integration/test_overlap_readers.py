@@ -9,8 +9,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -360,6 +363,53 @@ def test_an_interrupt_of_a_wait_leaves_the_step_on_its_way(
     optimizer.step()
     optimizer.wait()
     assert optimizer.steps_done == 2
+
+
+def saved_at(line: int, model: nn.Module, run: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """Run, and save the model when so many of our lines have begun, as a signal handler would."""
+    saved: dict[str, torch.Tensor] = {}
+    begun = 0
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal begun
+        if f"{os.sep}paradis{os.sep}" not in frame.f_code.co_filename:
+            return None
+        begun += what == "line"
+        if begun == line and not saved:
+            saved.update({k: v.clone() for k, v in model.state_dict().items()})
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(None)
+    return saved
+
+
+def test_a_signal_handler_may_save_the_model_at_any_line_of_step() -> None:
+    """It finds one version, that of before or that of after, and never waits for itself."""
+    previous = signal.signal(signal.SIGUSR2, lambda *_: None)  # as events go where there is one
+    try:
+        model, x = perceptron()
+        optimizer = wrapped(model)
+        line, found = 0, dict[str, int]()
+        while True:
+            line += 1
+            model(x).square().mean().backward()
+            before = {k: v.clone() for k, v in model.state_dict().items()}
+            saved = saved_at(line, model, optimizer.step)
+            optimizer.wait()
+            optimizer.zero_grad()
+            if not saved:
+                break
+            same = [k for k, v in saved.items() if torch.equal(v, before[k])]
+            after = [k for k, v in saved.items() if torch.equal(v, model.state_dict()[k])]
+            assert len(same) in (0, len(saved)) and len(same) + len(after) == len(saved), line
+            found["before" if same else "after"] = line
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert line > 100 and found["before"] < found["after"] == line - 1
 
 
 def test_a_parameter_with_a_torch_function_of_its_own_is_waited_for(said: list[str]) -> None:

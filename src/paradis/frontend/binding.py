@@ -217,8 +217,9 @@ class Binding:
 
         def post() -> None:
             self._begun = self._step + 1
-            self._post("step", event)
+            self.session.node.post(event)
 
+        self.session.node.forget(self.group, "step")
         step = self.steps_done
         return (
             self.session.alive

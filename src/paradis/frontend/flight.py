@@ -77,7 +77,7 @@ class Flight:
         """Commit a step and leave it on its way, if that is wanted and possible.
 
         Args:
-            post: commits it.
+            post: commits it; may be called several times.
             collector: what has been handed over.
             step: its number, counted from 0 over all runs.
             explain: may say more about an error of the step.
@@ -107,7 +107,7 @@ class Flight:
                        "holds its memory, or its gradient's (p.data, p.grad, a state_dict, a view "
                        "kept from before), and could use it unseen; let go of it, or set "
                        "training.watch_views: false if nobody uses it then")  # fmt: skip
-        post()
+        self._overlap.commit(post)
         self._overlap.wait_for(trained)
         return True
 

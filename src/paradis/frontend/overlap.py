@@ -3,6 +3,11 @@
 Between ``begin`` and ``finish`` every trained parameter is held (`paradis.frontend.reading`) until
 its last shard is in. Only one step is on its way: the next one begins with ``finish``.
 
+A signal handler of the script may run at any place of ``step()``, and read parameters there (it
+saves the model). Until the step is committed it finds the values of before, and need not wait. From
+then on it waits, but not for a commit that its own thread makes when it has returned: so who waits
+commits the step, too. The role takes no notice of the second time.
+
 Compiled code holds tensors, not names. So what is on its way is finished before ``torch.compile``
 compiles anything, and from then on `begin` refuses.
 """
@@ -60,13 +65,15 @@ class Overlap:
         self._known = 0
         self._explain: Explain | None = None
         self._after: After | None = None
+        self._opener = 0  # the thread that is about to commit the step
+        self._post: Callable[[], None] | None = None
         self.pending = False
         self.wait_s = 0.0
         self._modules: RemovableHandle | None = None
         self.clock: StepClock | None = None
 
     def begin(self, *, explain: Explain, after: After) -> str:
-        """Hold the parameters; the caller commits the step next.
+        """Hold the parameters; the caller calls `commit` next.
 
         Args:
             explain: may say more about an error of the step.
@@ -81,6 +88,7 @@ class Overlap:
             self._learn()
         self._left = dict(self._shards_of)
         self._explain, self._after, self.wait_s = explain, after, 0.0
+        self._opener = threading.get_ident()
         bound = None
         try:
             for index, wait in self._waits.items():
@@ -100,6 +108,26 @@ class Overlap:
             self.drop()
             raise
         return ""
+
+    def commit(self, post: Callable[[], None]) -> None:
+        """Commit the step that `begin` has prepared.
+
+        Args:
+            post: hands the role the step; may be called several times.
+        """
+        self._post = post
+        self._opener = 0
+        post()
+        self._post = None
+
+    def _committed(self) -> bool:
+        """Whether the step is committed, by this call at the latest; False before `commit`."""
+        if self._opener == threading.get_ident():
+            return False
+        post = self._post
+        if post is not None:
+            post()
+        return True
 
     @property
     def trained(self) -> frozenset[int]:
@@ -137,6 +165,8 @@ class Overlap:
 
     def _wait(self, index: int) -> None:
         """Wait until one parameter is in, on whichever thread reads it."""
+        if not self._committed():
+            return
         start_ns = time.monotonic_ns()
         try:
             self._node.wait_until(
@@ -159,7 +189,7 @@ class Overlap:
         Raises:
             ParadisError: the step failed; the parameters are readable as they are.
         """
-        if not self.pending:
+        if not self.pending or not self._committed():
             return
         with self._lock:
             if not self.pending:
@@ -181,7 +211,7 @@ class Overlap:
 
     def drop(self) -> None:
         """Make all parameters readable as they are. Takes no lock: a forked child may call it."""
-        self.pending = False
+        self.pending, self._opener = False, 0
         if _PENDING.pop(id(self), None) is not None:
             _UNSEEN.unwatch()
         self._memory.on_arrived = None

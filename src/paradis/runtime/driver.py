@@ -1,17 +1,21 @@
 """The only loop of a real node: event -> ``role.handle`` -> carry out effects -> events.
 
-There is no dispatching thread: whoever posts an event runs the role under the node's lock, unless
-another thread is running it, who then takes the event over. So events are handled one at a time, in
-posting order, and a lone event costs no hop to another thread.
+As a rule there is no dispatching thread: whoever posts an event runs the role under the node's
+lock, unless another thread is running it, who then takes the event over. So events are handled one
+at a time, in posting order, and a lone event costs no hop to another thread.
 
-On the script's main thread a signal handler of the script may raise in the middle of a role, which
-then cannot go on: the node ends, and the script gets its own exception, not one of ours.
+On the script's main thread a signal handler of the script may run in the middle of a role. One that
+saves a model waits there for parameters, which cannot come before it returns: so where there are
+such handlers a thread takes the main thread's events over. What else raises in the middle of a role
+(a data loader's handler, a keyboard interrupt) ends the node, for the role cannot go on; the script
+gets its own exception, not one of ours.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -21,7 +25,7 @@ from typing import Protocol
 from paradis.errors import InternalError, ParadisError, StateError
 from paradis.roles.effects import Effect
 from paradis.roles.events import Event, TimerFired
-from paradis.runtime.signals import raised_in_handler
+from paradis.runtime.signals import handler_may_wait, raised_in_handler
 
 _log = logging.getLogger("paradis.driver")
 _STORY = 32
@@ -71,12 +75,31 @@ class Driver:
         self._story: deque[Event] = deque(maxlen=_STORY)
         self._stopped = False
         self._timers = Timers(self.post)
+        self._given = queue.SimpleQueue[bool]()
+        self._taker: threading.Thread | None = None
 
     def post(self, event: Event) -> None:
         """Handle an event, now or, if another thread is handling one, by that thread."""
         if self._stopped:
             return
         self._queue.append(event)
+        if handler_may_wait():
+            self._give()
+        else:
+            self._work_off()
+
+    def _give(self) -> None:
+        """Let another thread handle what is queued."""
+        if self._taker is None:
+            self._taker = threading.Thread(target=self._take, name="paradis-events", daemon=True)
+            self._taker.start()
+        self._given.put(True)
+
+    def _take(self) -> None:
+        while self._given.get():
+            self._work_off()
+
+    def _work_off(self) -> None:
         while self._queue and not self._stopped:
             if not self._lock.acquire(blocking=False):
                 return  # the holder looks at the queue again after it lets go
@@ -147,6 +170,7 @@ class Driver:
         """
         self._stopped = True
         self._timers.stop()
+        self._given.put(False)
         if self._runner == threading.get_ident() and self._lock.locked():
             return  # called by the role's own work
         if self._lock.acquire(timeout=_STOP_S):

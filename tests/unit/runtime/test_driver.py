@@ -110,8 +110,12 @@ def test_settling_waits_for_an_event_that_another_thread_took_over() -> None:
 class Interrupting(Echo):
     """A signal arrives while it handles an event."""
 
+    number = signal.SIGCHLD
+
     def handle(self, event: Event, now_ns: int) -> Sequence[Effect]:
-        signal.raise_signal(signal.SIGUSR1)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, self.number)
         return super().handle(event, now_ns)
 
 
@@ -145,13 +149,13 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_a_signal_handler_raises_reaches_the_script_and_ends_the_node(shape: str) -> None:
     driver, effects, broken = make(Interrupting())
-    previous = signal.signal(signal.SIGUSR1, SHAPES[shape])
+    previous = signal.signal(signal.SIGCHLD, SHAPES[shape])
     try:
         with pytest.raises((RuntimeError, SystemExit, KeyboardInterrupt)):
             driver.post(Reduced(0, 1))
         driver.post(Reduced(0, 2))
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        signal.signal(signal.SIGCHLD, previous)
     assert driver.interrupted and effects == []
     [error] = broken
     assert isinstance(error, StateError) and "set a flag" in error.message
@@ -159,14 +163,39 @@ def test_what_a_signal_handler_raises_reaches_the_script_and_ends_the_node(shape
 
 def test_a_handler_that_raises_nothing_interrupts_nothing() -> None:
     driver, effects, broken = make(Interrupting())
-    previous = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    previous = signal.signal(signal.SIGCHLD, lambda number, frame: None)
     try:
         driver.post(Reduced(0, 1))
         driver.post(Reduced(0, -1))
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        signal.signal(signal.SIGCHLD, previous)
     assert len(effects) == 1 and not driver.interrupted
     assert isinstance(broken[0], InternalError)
+
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_handler_may_wait_for_what_the_events_bring(number: signal.Signals) -> None:
+    """It saves a model, say: the parameters come by an event that the main thread has posted."""
+    role = Interrupting()
+    role.number = number
+    come, waited = threading.Event(), threading.Event()
+    driver = Driver("test", role, lambda _: come.set(), lambda _: None)
+
+    def save(*_: object) -> None:
+        assert come.wait(10.0)
+        waited.set()
+
+    previous = signal.signal(number, save)
+    try:
+        driver.post(Reduced(0, 1))
+        assert waited.wait(10.0)
+    finally:
+        signal.signal(number, previous)
+    assert not driver.interrupted
+    driver.stop()
 
 
 def test_timers_fire_by_name_and_a_later_one_replaces_an_earlier() -> None:
