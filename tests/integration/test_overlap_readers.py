@@ -387,6 +387,7 @@ def saved_at(line: int, model: nn.Module, run: Callable[[], object]) -> dict[str
     return saved
 
 
+@pytest.mark.timeout(400)  # some 900 steps, traced
 def test_a_signal_handler_may_save_the_model_at_any_line_of_step() -> None:
     """It finds one version, that of before or that of after, and never waits for itself."""
     previous = signal.signal(signal.SIGUSR2, lambda *_: None)  # as events go where there is one
