@@ -219,13 +219,11 @@ class Binding:
             self._begun = self._step + 1
             self.session.node.post(event)
 
+        if not self.session.alive or self.clocked:
+            return False
         self.session.node.forget(self.group, "step")
         step = self.steps_done
-        return (
-            self.session.alive
-            and not self.clocked
-            and self.flight.send_off(post, self.collector, step, explain=explain, after=after)
-        )
+        return self.flight.send_off(post, self.collector, step, explain=explain, after=after)
 
     def _delays(self) -> bool:
         """Whether the gradient of the step in progress is handed over late."""

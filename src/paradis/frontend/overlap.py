@@ -211,7 +211,7 @@ class Overlap:
 
     def drop(self) -> None:
         """Make all parameters readable as they are. Takes no lock: a forked child may call it."""
-        self.pending, self._opener = False, 0
+        self.pending, self._opener, self._post = False, 0, None
         if _PENDING.pop(id(self), None) is not None:
             _UNSEEN.unwatch()
         self._memory.on_arrived = None

@@ -32,7 +32,7 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
         self.failed: tuple[str, str] | None = None
-        self._closed: ev.StepClosed | None = None
+        self._closed: dict[int, ev.StepClosed] = {}
         self._left = False
         self._heard = False
 
@@ -72,10 +72,10 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
         match event:
             case ev.StepBegun():
                 self._on_begun(event)
-            case ev.StepClosed() if event is self._closed:
+            case ev.StepClosed() if event is self._closed.get(event.group):
                 pass  # a signal handler of the script has committed it, too
             case ev.StepClosed():
-                self._closed = event
+                self._closed[event.group] = event
                 self._take_time(self.groups[event.group], now_ns)
                 self._close(event, commit=True)
             case ev.NormAsked():

@@ -70,11 +70,12 @@ class Driver:
         self._carry = carry
         self._broken = broken
         self._lock = threading.Lock()
-        self._runner = 0  # the thread that holds the lock
+        self._runner = 0  # the thread that runs the role
         self._queue: deque[Event] = deque()
         self._story: deque[Event] = deque(maxlen=_STORY)
         self._stopped = False
         self._timers = Timers(self.post)
+        # Not an event: a signal handler may post while the main thread posts.
         self._given = queue.SimpleQueue[bool]()
         self._taker: threading.Thread | None = None
 
@@ -93,7 +94,8 @@ class Driver:
         if self._taker is None:
             self._taker = threading.Thread(target=self._take, name="paradis-events", daemon=True)
             self._taker.start()
-        self._given.put(True)
+        if self._given.empty():  # else who takes what is there finds this event, too
+            self._given.put(True)
 
     def _take(self) -> None:
         while self._given.get():
@@ -110,20 +112,25 @@ class Driver:
 
     def _drain(self) -> None:
         self._runner = threading.get_ident()
-        while self._queue and not self._stopped:
-            event = self._queue.popleft()
-            self._story.append(event)
-            try:
-                if self.watch is not None:
-                    self.watch(event)
-                for effect in self.role.handle(event, time.monotonic_ns()):
-                    self._carry(effect)
-            except BaseException as error:
-                self._stopped = True
-                if raised_in_handler(error):
-                    self._interrupt(error)
-                    raise
-                self._break(event, error)
+        try:
+            while self._queue and not self._stopped:
+                self._handle(self._queue.popleft())
+        finally:
+            self._runner = 0
+
+    def _handle(self, event: Event) -> None:
+        self._story.append(event)
+        try:
+            if self.watch is not None:
+                self.watch(event)
+            for effect in self.role.handle(event, time.monotonic_ns()):
+                self._carry(effect)
+        except BaseException as error:
+            self._stopped = True
+            if raised_in_handler(error):
+                self._interrupt(error)
+                raise
+            self._break(event, error)
 
     def _interrupt(self, error: BaseException) -> None:
         self.interrupted = True
@@ -171,7 +178,7 @@ class Driver:
         self._stopped = True
         self._timers.stop()
         self._given.put(False)
-        if self._runner == threading.get_ident() and self._lock.locked():
+        if self._runner == threading.get_ident():
             return  # called by the role's own work
         if self._lock.acquire(timeout=_STOP_S):
             self._lock.release()

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -32,6 +33,10 @@ def capability() -> dict[str, str]:
     }
 
 
+_WATCHED: Final = ControlConfig(keepalive_s=60.0, keepalive_timeout_s=7200.0)
+"""A ping under way when a debugger stops a node looks unanswered when the node goes on."""
+
+
 class LeaderStream:
     """A node's stream to the leader: holds messages back until the node exists.
 
@@ -46,9 +51,8 @@ class LeaderStream:
         self._held: deque[Event] = deque()
         self._arrived = threading.Event()
         self._post: Callable[[Event], None] | None = None
-        # A ping under way when a debugger stops the node looks unanswered when that goes on.
-        config = ControlConfig(keepalive_s=60.0, keepalive_timeout_s=7200.0)
-        self._client = ControlClient(address, token, self, config if watched else ControlConfig())
+        config = _WATCHED if watched else ControlConfig()
+        self._client = ControlClient(address, token, self, config)
         self.address = address
 
     def received(self, message: ControlMessage) -> None:

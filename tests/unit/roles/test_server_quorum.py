@@ -43,7 +43,7 @@ def server(count: int = 1) -> ServerRole:
     for i in parts:
         role.handle(ev.Stored(i, 1), 0)
     for rank in ranks:
-        commit(role, rank, 0, 0, present=b"\0")
+        commit(role, rank, 0, 0)
     return role
 
 
