@@ -291,12 +291,13 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
         for shard in group.ordered():
             if shard.target == target and shard.sent and not shard.acked and shard.trainable:
                 self._heal_shard(group, shard, box, new_link=new_link)
-        self._pump_box(group, target)
+        self._pump_boxes(group, (target,))
 
     def _heal_shard(self, group: Group, shard: Shard, box: Outbox, *, new_link: bool) -> None:
         if new_link:
             # What was in flight is lost. On a timer it may still arrive, so it stays counted.
             box.returned(shard.plan.shard)
+            group.turns.received(shard.plan.shard)
         if not group.closed and not shard.sum_held:
             shard.void = True  # the bytes may have moved on: push again when step() is called
         elif (shard.present or shard.sum_held) and (
@@ -317,10 +318,11 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
             self._out.append(fx.Announce("warning", text))
             self._lost_agents[peer] = None
             self._reroute()
-            for group in self.groups.values():
-                self._pump(group)
         elif self.view is not None and not self._left:
             self._connect()
+        for group in self.groups.values():
+            group.turns.lost(peer)
+            self._pump(group)
 
     def _arm_retry(self, event: ev.Event, now_ns: int) -> None:
         groups_busy = any(g.busy for g in self.groups.values())
@@ -375,6 +377,7 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
         for box in self._boxes.values():
             box.check()
         for group in self.groups.values():
+            group.turns.check()
             assert all(s in group.shards for s in group.waiting)
             assert not (group.committed and not group.closed)
             assert not (group.committed and group.early), "an early update outlives its step()"

@@ -59,7 +59,7 @@ class WorkerEarly(WorkerValues):
         shard.acked = True
         shard.void = shard.stale = False
         self._over(group, update.shard)
-        self._pump_box(group, shard.target)
+        self._pump_boxes(group, (shard.target,))
 
     def _miss(self, group: Group, shard_id: int) -> None:
         """An update found no memory: it is asked for, at once where a parameter may receive it."""

@@ -168,7 +168,7 @@ class WorkerSharing(WorkerPushes):
             box.lane_add(event.shard, shard.plan.priority)
         else:
             box.ready(event.shard)
-        self._pump_box(group, shard.target)
+        self._pump_boxes(group, (shard.target,))
 
     def _send_host_sum(self, group: Group, shard: Shard) -> None:
         shard.sent = True

@@ -8,6 +8,7 @@ import msgspec
 
 from paradis.core.benefit import StepMeter
 from paradis.core.codes import CodedSteps
+from paradis.core.turns import Turns
 from paradis.wire.messages import CheckpointInfo, Plan, Quorum, ShardPlan, StepCommit, Update
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
@@ -169,6 +170,7 @@ class Group:
         let_in: version to go on with in place of a step that was made without this worker, until
             that is begun; -1: none.
         catching: the values of that version are being fetched.
+        turns: which receiver is served next, in the (step, parts) ``turns_of``.
         closed_steps: how often ``step()`` was called; ``late_steps``: how often it was late.
     """
 
@@ -210,6 +212,8 @@ class Group:
     early: dict[int, tuple[Update, int]] = field(default_factory=dict)
     missed: dict[int, None] = field(default_factory=dict)
     confirming: dict[str, None] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
+    turns_of: tuple[int, int] = (-1, -1)
     _ordered: tuple[int, list[Shard]] = (0, [])
 
     def among(self, members: tuple[int, ...]) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class WorkerValues(WorkerPushes):
         box.lane_done(ack.shard, ASSIGN)
         asked = ack.shard in group.assigning
         group.assigning.pop(ack.shard, None)
-        self._pump_box(group, source)
+        self._pump_boxes(group, (source,))
         if asked and not group.assigning:
             self._out.append(fx.Complete(group.index, "assign"))
 
@@ -193,6 +193,7 @@ class WorkerValues(WorkerPushes):
     def _over(self, group: Group, shard_id: int) -> None:
         """A shard has its update: nobody waits for its gradient any more."""
         box = self._begin(group, group.shards[shard_id].target)
+        group.turns.received(shard_id)
         box.settle(shard_id)  # a skipped step may not need what is still to be sent
         box.returned(shard_id)
         box.lane_drop(shard_id)
