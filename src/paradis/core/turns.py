@@ -10,7 +10,7 @@ nobody waits for it any more. A receiver acknowledges without waiting for anybod
 turns add nothing to the graph of who waits for whom. Half of the room is closed to any one
 receiver, so one that is stuck does not hold up the others.
 
-Source: weighted fair queueing, Demers, Keshav and Shenker, SIGCOMM 1989, with the bytes of a step as
+Source: weighted fair queueing, Demers, Keshav and Shenker, SIGCOMM 1989, with a step's bytes as
 weights; that unequal shares need chunks interleaved in proportion is in Jiang et al., OSDI 2020.
 
     >>> turns = Turns()

@@ -129,11 +129,24 @@ class Binding:
         """Whether this worker's values and optimizer state are the ones that count."""
         return min(self.members()) == self.session.rank
 
-    def _begin_step(self) -> None:
-        """A gradient is about to be handed over: the step before it is finished first."""
+    def _begin_step(self, wait: bool) -> bool:
+        """A gradient is about to be handed over: the step before it is finished first.
+
+        Args:
+            wait: for that step, if it is on its way.
+
+        Returns:
+            Whether the gradient may be handed over.
+        """
+        early = self.early if self.session.alive else None
+        if early is not None:
+            early.note()
+        if not wait and self.flight.airborne:
+            return False
         self.settle()
-        if self.early is not None and self.session.alive:
-            self.early.begin()
+        if early is not None:
+            early.begin()
+        return True
 
     def confirm(self, commit: msg.StepCommit) -> None:
         """Refuse a commit that is not what was said ahead of it, with early updates; it goes next.

@@ -41,7 +41,8 @@ class Collector:
     Args:
         memory: shards and tensors.
         ready: called with the shards whose gradients a hook has handed over.
-        begin: called by the hooks before anything of a step is handed over.
+        begin: called by the hooks before anything of a step is handed over; returns whether it may
+            be: not while the step before is on its way, but with True it waits for that first.
         late: whether this step's gradient travels during the next one: copied, in ``step()``.
         debug: hash gradients, to catch writes that no version counter sees.
 
@@ -58,7 +59,7 @@ class Collector:
 
     def __init__(
         self, memory: GroupMemory, ready: Callable[[tuple[int, ...]], None],
-        begin: Callable[[], None], *, late: Callable[[], bool] = bool, debug: bool = False,
+        begin: Callable[[bool], bool], *, late: Callable[[], bool] = bool, debug: bool = False,
     ) -> None:  # fmt: skip
         self._memory = memory
         self._ready = ready
@@ -76,6 +77,8 @@ class Collector:
         self._handed: list[Handed | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
+        self._postponed: list[int] = []
+        self._versions: list[int] = []
         self._handed_shards: dict[int, None] = {}
         self._yielding: list[int] = []
         self.yielded: tuple[int, ...] = ()
@@ -112,7 +115,6 @@ class Collector:
             if self._handed[index] is not None:
                 self._again[index] = None
             elif self.pushing and not self.deferred and not self._late():
-                self._begin()
                 self._hand_over(index)
 
         return hook
@@ -129,6 +131,7 @@ class Collector:
         Args:
             scaled: a GradScaler was used in this step.
         """
+        self._versions = [-1 if each is None else each.flat._version for each in self._handed]
         self._scaled = self._scaled or scaled
         self.deferred = self._scaled or self._revised_steps >= _REVISED_STEPS_MAX
         self.reset()
@@ -137,6 +140,7 @@ class Collector:
         """Begin a step."""
         self.rewritten = False
         self._again = {}
+        self._postponed = []
         self._handed = [None] * len(self._memory.tensors)
         self._handed_shards = {}
         self._yielding = []
@@ -147,19 +151,43 @@ class Collector:
         }
 
     def _hand_over(self, index: int) -> None:
+        begun = self._begin(self._overwrites(index))
         handed = self._look(index)
         if handed is None:
             return
         self._handed[index] = handed
-        ready: list[int] = []
         for shard in self._shards_of[index]:
             self._missing[shard] -= 1
             if not self._missing[shard]:
-                self._hand_over_shard(shard)
-                if self._memory.shards[shard].plan.length:
-                    ready.append(shard)
+                self._postponed.append(shard)
+        if begun:
+            self._hand_over_shards()
+
+    def flush(self) -> None:
+        """Hand over what had to wait for the step before, which is finished."""
+        if self._postponed:
+            self._begin(True)
+            self._hand_over_shards()
+
+    def _overwrites(self, index: int) -> bool:
+        """Whether backward has added this gradient to that of the step before, which is sent yet.
+
+        Then the others must not be added before theirs are sent.
+        """
+        for shard in self._shards_of[index]:
+            memory = self._memory.shards[shard]
+            for segment, flat in zip(memory.plan.segments, memory.flats, strict=False):
+                if segment.parameter == index and flat is not None:
+                    return bool(flat._version != self._versions[index])
+        return False
+
+    def _hand_over_shards(self) -> None:
+        complete, self._postponed = self._postponed, []
+        for shard in complete:
+            self._hand_over_shard(shard)
+        ready = tuple(s for s in complete if self._memory.shards[s].plan.length)
         if ready:
-            self._ready(tuple(ready))
+            self._ready(ready)
 
     def _hand_over_shard(self, shard: int) -> None:
         flats: list[torch.Tensor | None] = []
@@ -172,19 +200,19 @@ class Collector:
         self._yielding.append(shard)
 
     def _look(self, index: int) -> Handed | None:
-        """Return the parameter's gradient as it is now."""
+        """Return the parameter's gradient as it is now; its value may be on its way."""
         bound = self._memory.tensors[index]
-        grad = bound.tensor.grad
-        if grad is None:
-            return None
         try:
-            flat = bound.gradient()
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = bound.tensor.grad
+                flat = bound.gradient()
         except ValueError:
             raise ConfigError(
                 f"gradient of {bound.name} refused: it is sparse; build the embedding with "
                 "sparse=False"
             ) from None
-        assert flat is not None
+        if grad is None or flat is None:
+            return None
         if self._late():
             flat = bound.set_aside(flat)
         digest = xxhash.xxh3_64_intdigest(as_bytes(flat)) if self._debug else 0
@@ -286,7 +314,7 @@ class Collector:
         After `end_step` that is the gradient of the step on its way, where it has no update yet.
         """
         handed = {index: each.flat for index, each in enumerate(self._handed) if each is not None}
-        gradients = handed or self._memory.gradients()
+        gradients = self._memory.gradients() or handed
         for index in sorted(gradients):
             if not bool(torch.isfinite(gradients[index]).all()):
                 return self._memory.tensors[index].name

@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-import torch
-
 from paradis.errors import DeadlineExceeded, NonFiniteGradient
 from paradis.numerics.elementwise import Options
+from paradis.runtime.executor import start_on_one_thread
 from paradis.runtime.worker_memory import GroupMemory
+from paradis.transport.scheduling import yield_to_compute
 
 Done = Callable[[int, int, int], None]
 
@@ -49,7 +49,6 @@ class Compressor:
         self._waiting: deque[int] = deque()
         self._busy = False
         self._stopped = False
-        self._begun = threading.Event()
         self._thread: threading.Thread | None = None
         self._now: list[Options] | None = None
         self._coded: dict[int, None] = {}
@@ -63,19 +62,10 @@ class Compressor:
             self._waiting.extend(shards)
             self._changed.notify_all()
         if self._thread is None:
-            self._start()
-
-    def _start(self) -> None:
-        threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="paradis-compression", daemon=True)
-        self._thread.start()
-        self._begun.wait(self._timeout_s)
-        # What a thread sets for itself holds for all that start later, the script's among them.
-        torch.set_num_threads(threads)
+            self._thread = start_on_one_thread(self._run, "paradis-compression")
 
     def _run(self) -> None:
-        torch.set_num_threads(1)
-        self._begun.set()
+        yield_to_compute()
         while True:
             with self._changed:
                 self._busy = False

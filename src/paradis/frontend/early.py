@@ -47,6 +47,7 @@ class EarlyUpdates:
         self._options = options
         self._debug = debug
         self._versions: list[int] = []
+        self._noted: list[Options] | None = None
         self.said: StepCommit | None = None
 
     @classmethod
@@ -58,11 +59,17 @@ class EarlyUpdates:
         options = binding.present_options
         return cls(binding.group, binding.memory, session.node.post, options, debug=debug)
 
+    def note(self) -> None:
+        """Backward has its first gradient: these options count; on the thread of backward."""
+        if self._noted is None:
+            self._noted = self._options()
+
     def begin(self) -> None:
-        """A gradient is about to be handed over; on the thread of backward."""
+        """A gradient is about to be handed over; after `note`."""
         if self.said is None:
+            assert self._noted is not None
             self.said = StepCommit(
-                revisions={}, present=b"", options=self._options(), changed=self._memory.changed()
+                revisions={}, present=b"", options=self._noted, changed=self._memory.changed()
             )
             self._versions = self._memory.versions()
             self._post(ev.StepBegun(self._group, self.said))
@@ -80,7 +87,7 @@ class EarlyUpdates:
 
     def end(self) -> None:
         """``step()`` commits what was said."""
-        self.said = None
+        self.said = self._noted = None
 
     def refuse_clipping(self) -> None:
         """Refuse ``clip_grad_norm_``.
@@ -99,7 +106,7 @@ class EarlyUpdates:
         Raises:
             StateError: the step has begun.
         """
-        if self.said is not None:
+        if self._noted is not None:
             raise StateError(
                 f"{what} refused between backward and step(): training.early_update = true, so "
                 f"values may be those of the next step already; call it after step(), {_REMEDY}"

@@ -49,6 +49,11 @@ class Flight:
         return self._overlap.pending or self._delay.pending
 
     @property
+    def airborne(self) -> bool:
+        """Whether updates have yet to be written into the parameters: `settle` would wait."""
+        return self._overlap.airborne
+
+    @property
     def late(self) -> bool:
         """Whether the parameters lack the update of a step that is on its way."""
         return self._delay.pending

@@ -75,6 +75,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             binding.flight.check_scaler()
         binding.finish()
         binding.check()
+        binding.collector.flush()
         clock = binding.collector.clock
         if clock is not None:
             clock.called()

@@ -59,6 +59,7 @@ class Overlap:
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._left: dict[int, int] = {}
+        self._held = 0
         self._shards_of: dict[int, int] = {}
         self._owners: dict[int, tuple[int, ...]] = {}
         self._waits: dict[int, Callable[[], None]] = {}
@@ -87,6 +88,7 @@ class Overlap:
         if self._known != len(self._memory.shards):
             self._learn()
         self._left = dict(self._shards_of)
+        self._held = len(self._left)
         self._explain, self._after, self.wait_s = explain, after, 0.0
         self._opener = threading.get_ident()
         bound = None
@@ -130,6 +132,11 @@ class Overlap:
         return True
 
     @property
+    def airborne(self) -> bool:
+        """Whether `finish` would wait for updates; what servers have yet to say is here soon."""
+        return self.pending and self._held > 0 and not self._node.answered(self._group, "step")
+
+    @property
     def trained(self) -> frozenset[int]:
         """The parameters that a step waits for."""
         return frozenset(self._waits)
@@ -161,6 +168,7 @@ class Overlap:
         for index in self._owners.get(shard, ()):
             self._left[index] -= 1
             if not self._left[index]:
+                self._held -= 1
                 release(self._memory.tensors[index].tensor)
 
     def _wait(self, index: int) -> None:

@@ -14,6 +14,7 @@ copy, and an offset means the same on every side that keeps the same layout.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from paradis.errors import ConfigError, LocalProtocolError
@@ -112,6 +113,17 @@ def as_bytes(flat: torch.Tensor) -> memoryview:
         A writable view of format ``B`` that keeps the tensor's memory alive.
     """
     return flat.detach().view(torch.uint8).numpy().data
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes while other threads run: assigning to a view would keep the interpreter's lock.
+
+    Args:
+        target: (N,) bytes.
+        source: (N,) bytes elsewhere in memory.
+    """
+    if len(source):  # NumPy takes no empty buffer
+        np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)
 
 
 def from_buffer(buffer: bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -72,8 +72,10 @@ class WorkerEarly(WorkerValues):
 
     def _install_early(self, group: Group) -> None:
         """``step()`` is called: the kept updates become the parameters' values."""
-        for update, lease in group.early.values():
-            self._out.append(self._install(group, update, lease))
+        for shard in reversed(group.ordered()):  # the layer that is read first comes first
+            if shard.plan.shard in group.early:
+                update, lease = group.early[shard.plan.shard]
+                self._out.append(self._install(group, update, lease))
         group.early = {}
         missed, group.missed = group.missed, {}
         self._pull(group, shards={s: None for s in missed if s in group.waiting})

@@ -263,13 +263,13 @@ class WorkerPushes:
             if target in self._up:
                 self._pump_lane(group, target)
                 turns.ask(target)
-        while (target := turns.next()) is not None:
-            shard_id = self._begin(group, target).next_push() if target in self._up else None
+        while (turn := turns.next()) is not None:
+            shard_id = self._begin(group, turn).next_push() if turn in self._up else None
             if shard_id is None:
-                turns.rest(target)
+                turns.rest(turn)
                 continue
-            turns.sent(target, shard_id, group.shards[shard_id].nbytes)
-            self._send_push(group, group.shards[shard_id], target)
+            turns.sent(turn, shard_id, group.shards[shard_id].nbytes)
+            self._send_push(group, group.shards[shard_id], turn)
 
     def _pump_lane(self, group: Group, target: str) -> None:
         """Send what may go past the window.

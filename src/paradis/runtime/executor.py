@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[], None]
+_START_S = 30.0
 _STOP_S = 30.0
 """Deadline of what is queued at the end; the end of the interpreter aborts it in a job."""
 
@@ -52,6 +53,27 @@ class Executor:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)
         self._threads = []
+
+
+def start_on_one_thread(run: Job, name: str) -> threading.Thread:
+    """Start a daemon thread whose torch operations use one thread.
+
+    What a thread sets for itself holds for all that start later, the script's among them: so it is
+    set back when the thread has begun.
+    """
+    begun = threading.Event()
+
+    def body() -> None:
+        torch.set_num_threads(1)
+        begun.set()
+        run()
+
+    threads = torch.get_num_threads()
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    begun.wait(_START_S)
+    torch.set_num_threads(threads)
+    return thread
 
 
 def _run_on_one_thread(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -9,23 +10,24 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from paradis.errors import DeadlineExceeded, InternalError, ParadisError, from_name
-from paradis.ids import NodeId, worker_id
+from paradis.ids import worker_id
+from paradis.numerics.memory_order import copy_bytes
 from paradis.roles import effects as fx
-from paradis.roles.events import Event, Received
+from paradis.roles.events import EffectFailed, Event, Received
 from paradis.roles.worker import WorkerRole
-from paradis.runtime.arena import Placed
 from paradis.runtime.host_group import HostGroup, meeting_point
 from paradis.runtime.host_lane import Shards
-from paradis.runtime.node import ControlChannel, Node
+from paradis.runtime.installer import Installer
+from paradis.runtime.node import ControlChannel
 from paradis.runtime.part_writer import PartWriter
 from paradis.runtime.sharing import Sharing
-from paradis.runtime.worker_memory import GroupMemory, ShardMemory
+from paradis.runtime.worker_receiving import WorkerReceiving
 from paradis.storage.checkpoint import Section
 from paradis.storage.tensorfile import torch_dtype
 from paradis.transport.base import Identity, Transport
-from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Assign, DataMessage, Update
 
+_log = logging.getLogger("paradis.worker")
 _LOOK_S = 0.5
 """How often a waiting script looks for signals and for the end of the node."""
 
@@ -39,11 +41,10 @@ class KeptState(msgspec.Struct, frozen=True):
     data: bytearray
 
 
-class WorkerNode(Node):
+class WorkerNode(WorkerReceiving):
     """One worker's end of the system, inside the user's process.
 
     Attributes:
-        memory: group -> its tensors.
         kept: (group, shard) -> state fetched last.
         parts: writes this worker's part of checkpoints.
         sharing: the exchange with the other workers of this host, if there is one.
@@ -59,90 +60,13 @@ class WorkerNode(Node):
         *,
         store_bytes_max: int,
     ) -> None:
-        self.memory: dict[int, GroupMemory] = {}
         self.kept: dict[tuple[int, int], KeptState] = {}
-        self._receiving: dict[int, NodeId] = {}
         self._done: dict[tuple[int, str], fx.Complete] = {}
-        self._changed = threading.Condition()
-        self.worker_role = role
         self.sharing: Sharing | None = None
+        self._installer = Installer(self._not_installed)
         self.host_timeout_s = 1800.0
-        super().__init__(
-            role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
-        )
-        self.links.on_lost = self._peer_lost
+        super().__init__(role, identity, control, transports, store_bytes_max=store_bytes_max)
         self.parts = PartWriter(self.identity.node, self.driver.post)
-
-    # --------------------------------------------------------------- receiving
-
-    def place(self, peer: NodeId, header: FrameHeader) -> Placed:
-        """Receive a wanted update straight into the parameters, anything else into the store.
-
-        One ahead of ``step()`` goes into the store, too: backward may still read the parameters.
-        """
-        if header.kind != Update.KIND:
-            return self.arena.place(header.payload_bytes)
-        _, group, shard, _, step, version, _, _, asked, _, codec = header.fields
-        memory = self.memory.get(group)
-        held = memory.shards.get(shard) if memory is not None else None
-        if held is None:
-            return self.arena.scratch(header.payload_bytes)
-        if not self.worker_role.wants(group, shard, version, asked, step):
-            return self.arena.scratch(header.payload_bytes)
-        if codec:
-            return self._place_code(held, peer, header)
-        if sum(len(v) for v in held.value) != header.payload_bytes:
-            return self.arena.scratch(header.payload_bytes)
-        if self.worker_role.takes_aside(group, version):
-            aside = self.arena.place(header.payload_bytes)
-            if aside.lease and self.tracer is not None and group in self.worker_role.groups:
-                self.tracer.receiving(peer, group, shard, step)
-            return aside
-        views = self._claim(peer, group, shard, header.payload_bytes)
-        if views is None:
-            return self.arena.scratch(header.payload_bytes)
-        # A pull outside of steps is no span.
-        if self.tracer is not None and (version == step + 1 or self._clocked(group, asked)):
-            self.tracer.receiving(peer, group, shard, step)
-        return Placed(-1 - shard, tuple(views))
-
-    def _place_code(self, held: ShardMemory, peer: NodeId, header: FrameHeader) -> Placed:
-        """Receive the code of an update beside the parameters, which it will be applied to."""
-        shard, nbytes = header.fields[2], header.payload_bytes
-        if held.coder is None or held.coder.code_bytes != nbytes:
-            return self.arena.scratch(nbytes)
-        if self.tracer is not None:
-            self.tracer.receiving(peer, header.fields[1], shard, header.fields[4])
-        return self.arena.place(nbytes)
-
-    def _clocked(self, group: int, asked: int) -> bool:
-        """Whether an update answers a step of a group in which each worker has its own clock."""
-        return not asked and self.worker_role.groups[group].clocked
-
-    def _claim(self, peer: NodeId, group: int, shard: int, nbytes: int) -> list[memoryview] | None:
-        """Return the memory of a shard's value to receive into; None: it is spoken for."""
-        memory = self.memory.get(group)
-        held = memory.shards.get(shard) if memory is not None else None
-        if memory is None or held is None:
-            return None
-        with self._changed:
-            if shard in self._receiving or sum(len(v) for v in held.value) != nbytes:
-                return None
-            self._receiving[shard] = peer
-        return memory.receiving(shard)
-
-    def abandon(self, placed: Placed) -> None:
-        """Take back memory whose payload is not delivered; another copy may be received then."""
-        if placed.lease < 0:
-            self._received(placed.lease)
-        else:
-            super().abandon(placed)
-
-    def _peer_lost(self, peer: NodeId) -> None:
-        """A link broke in the middle of a value: another copy may be received."""
-        with self._changed:
-            for shard in [s for s, p in self._receiving.items() if p == peer]:
-                del self._receiving[shard]
 
     # ----------------------------------------------------------------- effects
 
@@ -155,6 +79,34 @@ class WorkerNode(Node):
 
     def carry_own(self, effect: fx.Effect) -> None:
         """Carry out what a worker's role asks for."""
+        match effect:
+            case fx.Complete(what="failed"):
+                self._complete(effect)
+            case fx.Install() if effect.lease > 0:
+                self._installer.install(lambda: self._install(effect))
+            case fx.Complete() | fx.Install() | fx.Keep() | fx.Copy() | fx.Refund():
+                self._installer.after(lambda: self._carry_in_turn(effect))
+            case fx.TakeMemories():
+                self._installer.install(lambda: self._take_memories(effect))
+            case fx.OpenHostGroup():
+                self._open_host_group(effect)
+            case fx.CloseHostGroup() if self.sharing is not None:
+                self.sharing.sever()
+            case fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():
+                self._share(effect)
+            case fx.KeepState():
+                self.kept[effect.group, effect.shard] = KeptState(
+                    effect.keys, effect.dtypes, effect.scalars,
+                    bytearray(self.arena.bytes_of(effect.lease).numpy().data),
+                )  # fmt: skip
+                self.arena.release(effect.lease)
+            case _:
+                super().carry_own(effect)
+
+    def _carry_in_turn(
+        self, effect: fx.Complete | fx.Install | fx.Keep | fx.Copy | fx.Refund
+    ) -> None:
+        """Carry out what must find in the parameters all that came before it."""
         match effect:
             case fx.Complete():
                 self._complete(effect)
@@ -173,24 +125,15 @@ class WorkerNode(Node):
                 memory = self.memory[effect.group]
                 for shard in memory.shards:
                     memory.forget(shard)
-            case fx.TakeMemories():
-                held = self.memory[effect.group].shards[effect.shard]
-                held.take(self.arena.bytes_of(effect.lease), effect.keys, effect.dtypes)
-                self.arena.release(effect.lease)
-            case fx.OpenHostGroup():
-                self._open_host_group(effect)
-            case fx.CloseHostGroup() if self.sharing is not None:
-                self.sharing.sever()
-            case fx.Gather() | fx.HandOver() | fx.Spread() | fx.Expect():
-                self._share(effect)
-            case fx.KeepState():
-                self.kept[effect.group, effect.shard] = KeptState(
-                    effect.keys, effect.dtypes, effect.scalars,
-                    bytearray(self.arena.bytes_of(effect.lease).numpy().data),
-                )  # fmt: skip
-                self.arena.release(effect.lease)
-            case _:
-                super().carry_own(effect)
+
+    def _take_memories(self, effect: fx.TakeMemories) -> None:
+        held = self.memory[effect.group].shards[effect.shard]
+        held.take(self.arena.bytes_of(effect.lease), effect.keys, effect.dtypes)
+        self.arena.release(effect.lease)
+
+    def _not_installed(self, error: Exception) -> None:
+        _log.error("installing failed on %s", self.identity.node, exc_info=error)
+        self.post(EffectFailed("installing an update", "InternalError", repr(error)))
 
     def _copy(self, effect: fx.Copy) -> Event:
         return self.parts.copy(effect, lambda: (self._own_memories(effect.group), {}))
@@ -258,10 +201,7 @@ class WorkerNode(Node):
         if self.sharing is not None:
             self.sharing.close(orderly=self.error is None)
         super().close()
-
-    def _received(self, lease: int) -> None:
-        with self._changed:
-            self._receiving.pop(-1 - lease, None)
+        self._installer.stop()
 
     def _install(self, effect: fx.Install) -> None:
         memory = self.memory[effect.group]
@@ -275,7 +215,7 @@ class WorkerNode(Node):
         elif effect.lease > 0:
             data, start = self.arena.bytes_of(effect.lease).numpy().data, 0
             for view in memory.receiving(effect.shard):
-                view[:] = data[start : start + len(view)]
+                copy_bytes(view, data[start : start + len(view)])
                 start += len(view)
             self.arena.release(effect.lease)
         memory.let_go(effect.shard)
@@ -348,6 +288,11 @@ class WorkerNode(Node):
         if done.error:
             raise from_name(done.error, done.text)
         return done
+
+    def answered(self, group: int, what: str) -> bool:
+        """Return whether `wait` would return or raise at once."""
+        with self._changed:
+            return (group, what) in self._done or self.error is not None or self.ended.is_set()
 
     def wait_until(
         self, ready: Callable[[], bool], group: int, what: str, *, timeout_s: float

@@ -1,0 +1,73 @@
+"""Brings updates into parameters, on a thread of its own while the script computes.
+
+A value that came before ``step()`` has to be copied then, and a code has to be made a step of the
+parameters: a millisecond for each shard, which neither ``step()`` nor the thread of a link should
+spend. Invariant: jobs are done one at a time, in the order in which they were given; so whoever
+hears that a step is over, through `after`, finds all of it in the parameters.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from paradis.runtime.executor import start_on_one_thread
+from paradis.transport.scheduling import yield_to_compute
+
+Job = Callable[[], None]
+_STOP_S = 30.0
+"""Deadline of what is queued at the end; the end of the interpreter aborts it in a job."""
+
+
+class Installer:
+    """The installing thread of one worker, started by the first job.
+
+    `install` and `after` are called by one thread at a time, under the node's lock.
+
+    Args:
+        failed: called with what a job raised.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._left = 0
+        self._thread: threading.Thread | None = None
+
+    def install(self, job: Job) -> None:
+        """Do a job after those before it. There is one for each shard, so the queue is bounded."""
+        with self._lock:
+            self._left += 1
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = start_on_one_thread(self._run, "paradis-install")
+
+    def after(self, job: Job) -> None:
+        """Do something that takes no time when all jobs given before are done: now, if they are."""
+        with self._lock:
+            idle = not self._left
+            if not idle:
+                self._left += 1
+        if idle:
+            job()
+        else:
+            self._jobs.put(job)
+
+    def _run(self) -> None:
+        yield_to_compute()
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a bug: the job must end, not hang
+                self._failed(error)
+            with self._lock:
+                self._left -= 1
+
+    def stop(self) -> None:
+        """Finish what is queued and end the thread; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            self._jobs.put(None)
+            thread.join(_STOP_S)
