@@ -191,14 +191,23 @@ class Binding:
         *,
         explain: Callable[[ParadisError], ParadisError] | None = None,
         timeout_s: float | None = None,
+        beginning: bool = False,
     ) -> Complete:
         """Post an event and wait for its completion, once the servers have finished the step.
+
+        Args:
+            what: names the completion.
+            event: asks for it.
+            explain: may say more about an error.
+            timeout_s: deadline; None: the job's.
+            beginning: the step that has its first gradients needs it before it can begin.
 
         Raises:
             ParadisError: it failed, was refused, or did not come in time.
         """
         self.flight.arrive()
-        if self.early is not None and what != "step":
+        if self.early is not None and what != "step" and not beginning:
+            self.collector.flush()  # whether it is refused must not depend on how fast others are
             self.early.refuse_within(what)
         self._post(what, event)
         try:

@@ -231,7 +231,7 @@ class Codes:
 
     def _fetch(self, shards: tuple[int, ...]) -> None:
         binding = self._binding
-        binding.ask("state", ev.StateAsked(binding.group, shards, memories=True))
+        binding.ask("state", ev.StateAsked(binding.group, shards, memories=True), beginning=True)
         for shard in shards:
             kept = binding.session.node.kept.pop((binding.group, shard))
             memory = binding.memory.shards[shard]

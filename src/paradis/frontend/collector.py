@@ -161,13 +161,15 @@ class Collector:
             if not self._missing[shard]:
                 self._postponed.append(shard)
         if begun:
-            self._hand_over_shards()
+            complete, self._postponed = self._postponed, []
+            self._hand_over_shards(complete)
 
     def flush(self) -> None:
         """Hand over what had to wait for the step before, which is finished."""
-        if self._postponed:
+        complete, self._postponed = self._postponed, []
+        if complete:
             self._begin(True)
-            self._hand_over_shards()
+            self._hand_over_shards(complete)
 
     def _overwrites(self, index: int) -> bool:
         """Whether backward has added this gradient to that of the step before, which is sent yet.
@@ -181,8 +183,7 @@ class Collector:
                     return bool(flat._version != self._versions[index])
         return False
 
-    def _hand_over_shards(self) -> None:
-        complete, self._postponed = self._postponed, []
+    def _hand_over_shards(self, complete: list[int]) -> None:
         for shard in complete:
             self._hand_over_shard(shard)
         ready = tuple(s for s in complete if self._memory.shards[s].plan.length)

@@ -106,7 +106,7 @@ class EarlyUpdates:
         Raises:
             StateError: the step has begun.
         """
-        if self._noted is not None:
+        if self.said is not None:
             raise StateError(
                 f"{what} refused between backward and step(): training.early_update = true, so "
                 f"values may be those of the next step already; call it after step(), {_REMEDY}"
