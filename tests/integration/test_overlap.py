@@ -272,6 +272,54 @@ def test_only_what_is_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not isinstance(second.weight, Held)
 
 
+class Ready(torch.autograd.Function):
+    """Hands out gradients of ones, and reads no value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        return x + 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], torch.ones(ctx.shape)
+
+
+@pytest.mark.parametrize("early", ["false", "true"])
+def test_backward_goes_on_while_updates_arrive(monkeypatch: pytest.MonkeyPatch, early: str) -> None:
+    """No layer reads its parameters: a whole pass is done before the step before has arrived."""
+    monkeypatch.setenv("PARADIS_TRAINING_OVERLAP", "layerwise")
+    monkeypatch.setenv("PARADIS_TRAINING_EARLY_UPDATE", early)
+    weights = nn.ParameterList([nn.Parameter(torch.zeros(40, 40)) for _ in range(3)])
+    optimizer = paradis.wrap(weights, torch.optim.SGD(weights.parameters(), lr=0.25))
+    own = [*weights]
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        x = torch.zeros(1, requires_grad=True)
+        for weight in own:
+            x = Ready.apply(x, weight)  # type: ignore[no-untyped-call]
+        x.sum().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.wait()
+    let_in, install = threading.Event(), WorkerNode._install
+
+    def installing(node: WorkerNode, effect: Any) -> None:
+        assert let_in.wait(DEADLINE_S)
+        install(node, effect)
+
+    monkeypatch.setattr(WorkerNode, "_install", installing)
+    backward()
+    optimizer.step()
+    backward()
+    assert all(isinstance(w, Held) for w in own), "nothing has arrived"
+    let_in.set()
+    optimizer.step()
+    assert all(torch.equal(w, torch.full_like(w, -0.75)) for w in own)
+
+
 def test_parameters_added_while_a_step_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> Bits:
         torch.manual_seed(5)

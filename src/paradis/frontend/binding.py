@@ -130,13 +130,9 @@ class Binding:
         return min(self.members()) == self.session.rank
 
     def _begin_step(self, wait: bool) -> bool:
-        """A gradient is about to be handed over: the step before it is finished first.
+        """A gradient is there: may it be handed over, or is the step before on its way?
 
-        Args:
-            wait: for that step, if it is on its way.
-
-        Returns:
-            Whether the gradient may be handed over.
+        With ``wait`` that step is waited for.
         """
         early = self.early if self.session.alive else None
         if early is not None:
@@ -195,12 +191,7 @@ class Binding:
     ) -> Complete:
         """Post an event and wait for its completion, once the servers have finished the step.
 
-        Args:
-            what: names the completion.
-            event: asks for it.
-            explain: may say more about an error.
-            timeout_s: deadline; None: the job's.
-            beginning: the step that has its first gradients needs it before it can begin.
+        With ``beginning`` the step that has its first gradient needs it before it begins.
 
         Raises:
             ParadisError: it failed, was refused, or did not come in time.
@@ -358,11 +349,7 @@ class Binding:
         if self._order_told or not self.collector.yielded or self.members()[0] != self.session.rank:
             return ()
         self._order_told = True
-        planned = [
-            s for s, m in self.memory.shards.items() if m.plan.length and not m.plan.is_buffer
-        ]
-        learnt = tuple(dict.fromkeys([*self.collector.yielded, *planned]))
-        return () if learnt == tuple(planned) else learnt
+        return self.collector.learnt_order()
 
     # ---------------------------------------------------------------- checks
 

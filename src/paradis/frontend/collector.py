@@ -305,6 +305,13 @@ class Collector:
         if revised * 2 > len(self._memory.shards):
             self._revised_steps += 1
 
+    def learnt_order(self) -> tuple[int, ...]:
+        """Return the shards in the order in which backward yielded them; empty: as planned."""
+        shards = self._memory.shards.items()
+        planned = [s for s, m in shards if m.plan.length and not m.plan.is_buffer]
+        learnt = tuple(dict.fromkeys([*self.yielded, *planned]))
+        return () if learnt == tuple(planned) else learnt
+
     def reachable(self) -> list[int]:
         """Return the parameters whose gradients something else could write; call after `close`."""
         return reachable_gradients((i, h) for i, h in enumerate(self._handed) if h is not None)

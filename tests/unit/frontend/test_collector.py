@@ -18,6 +18,8 @@ class Bench:
 
     Attributes:
         ready: shards in the order in which they were handed over.
+        airborne: the step before is on its way.
+        begun: of each attempt to begin the step, whether it was to wait for the one before.
     """
 
     def __init__(self, *, debug: bool = False, deferred: bool = False) -> None:
@@ -29,10 +31,17 @@ class Bench:
         # The second member of a bucket starts at the next multiple of 64 bytes.
         self.memory.add((_plan(0, (0, 0), (1, 16)), _plan(1, (2, 0)), _plan(2, (3, 0))))
         self.ready: list[int] = []
-        self.collector = Collector(self.memory, self.ready.extend, lambda: None, debug=debug)
+        self.airborne = False
+        self.begun: list[bool] = []
+        self.collector = Collector(self.memory, self.ready.extend, self._begin, debug=debug)
         self.collector.extend()
         if not deferred:
             self.next_step()
+
+    def _begin(self, wait: bool) -> bool:
+        self.begun.append(wait)
+        self.airborne = self.airborne and not wait
+        return not self.airborne
 
     def next_step(self, *, scaled: bool = False) -> None:
         """End the step as the optimizer does, gradients cleared."""
@@ -275,3 +284,69 @@ def test_the_first_parameter_that_is_not_finite_is_named() -> None:
     bench.backward(ALL)
     bench.collector.close()
     assert bench.collector.non_finite() == ""
+
+
+def test_what_cannot_go_yet_goes_with_the_next_gradient_that_can() -> None:
+    bench = Bench()
+    bench.airborne = True
+    bench.backward({"d": 4.0})
+    bench.backward({"c": 3.0})
+    assert bench.ready == [] and bench.begun == [False, False]
+    bench.airborne = False
+    bench.backward({"a": 1.0})
+    assert bench.ready == [2, 1], "in the order of backward"
+    bench.backward({"b": 2.0})
+    assert bench.ready == [2, 1, 0]
+    bench.collector.flush()
+    assert bench.collector.close()[1:] == ((0, 1, 2), ()) and bench.ready == [2, 1, 0]
+
+
+def test_what_is_left_goes_when_the_step_before_is_finished() -> None:
+    bench = Bench()
+    bench.airborne = True
+    bench.backward(ALL)
+    assert bench.ready == []
+    bench.collector.flush()
+    assert bench.ready == [2, 1, 0] and bench.begun[-1] is True
+    assert bench.gradient(1) == [3.0, 3.0]
+    assert bench.collector.close()[1:] == ((0, 1, 2), ())
+
+
+def test_a_gradient_that_changed_before_it_could_go_is_revised_as_any_other() -> None:
+    bench = Bench()
+    bench.airborne = True
+    bench.backward(ALL)
+    grad = bench.parameters[2].grad
+    assert grad is not None
+    with torch.no_grad():
+        grad.mul_(2.0)
+    bench.collector.flush()
+    _, _, revised = bench.collector.close()
+    assert revised == (1,) and bench.collector.altered == ["c"]
+    assert bench.gradient(1) == [6.0, 6.0]
+
+
+def test_no_gradient_is_added_to_one_that_is_sent_yet() -> None:
+    """Backward of the first one has added to it already: it waits, before others are."""
+    bench = Bench()
+    bench.backward(ALL)
+    bench.collector.close()
+    bench.collector.end_step(scaled=False)  # and nobody clears gradients
+    bench.ready.clear()
+    bench.airborne, bench.begun = True, []
+    bench.backward({"d": 4.0})
+    assert bench.begun == [True] and bench.ready == [2]
+    bench.next_step()
+    bench.airborne, bench.begun = True, []
+    bench.backward({"d": 4.0})
+    assert bench.begun == [False] and bench.ready == [], "a new gradient disturbs nothing"
+
+
+def test_gradients_of_the_step_on_its_way_are_looked_at_first() -> None:
+    bench = Bench()
+    bench.backward({**ALL, "b": float("nan")})
+    bench.collector.close()
+    bench.next_step()
+    bench.airborne = True
+    bench.backward({"d": float("inf")})
+    assert bench.collector.non_finite() == "b"
