@@ -21,10 +21,6 @@ from paradis.roles import events as ev
 from paradis.roles.worker_state import Group, Shard, WorkerConfig, commit_with_revisions
 from paradis.wire import messages as msg
 
-_ROOM_MIN = 16 << 20
-"""Bytes on the way to all receivers that keep a link busy: 1.3 ms at 100 Gbit/s, 0.13 s at 1."""
-
-
 class WorkerPushes:
     """Pushes and commits of one worker; `paradis.roles.worker.WorkerRole` is the whole role.
 
@@ -298,7 +294,8 @@ class WorkerPushes:
                 if shard.trainable and (shard.mine or not shard.shares):
                     nbytes[shard.target] = nbytes.get(shard.target, 0) + shard.nbytes
             largest = max((s.nbytes for s in group.shards.values()), default=0)
-            group.turns.begin(nbytes, room=max(_ROOM_MIN, len(nbytes) * largest))
+            room = max(self.config.room_bytes, len(nbytes) * largest)
+            group.turns.begin(nbytes, room=room)
         return group.turns
 
     def _send_push(self, group: Group, shard: Shard, target: str) -> None:

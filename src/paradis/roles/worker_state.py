@@ -56,6 +56,8 @@ class WorkerConfig:
 
     Attributes:
         quota_bytes: bytes that may be unreturned at one receiver.
+        room_bytes: bytes that may be on the way to all receivers, at least one largest shard for
+            each. So much keeps a link busy: 1.3 ms at 100 Gbit/s, 0.13 s at 1.
         retry_ns: how long nothing must come before unanswered messages go again. Links are
             reliable, so this only heals a lost link or a receiver that dropped a frame.
         early_update: servers may update before the workers have committed.
@@ -63,6 +65,7 @@ class WorkerConfig:
 
     rank: int
     quota_bytes: int = 32 << 20
+    room_bytes: int = 16 << 20
     retry_ns: int = 3_000_000_000
     early_update: bool = False
 

@@ -32,7 +32,7 @@ class SimWorker(SimNode):
     def __init__(self, sim: Simulation, rank: int) -> None:
         config = WorkerConfig(
             rank=rank, quota_bytes=sim.job.quota_bytes, retry_ns=sim.job.retry_ns,
-            early_update=sim.job.early,
+            early_update=sim.job.early, room_bytes=1,
         )  # fmt: skip
         super().__init__(sim, worker_id(rank), WorkerRole(config))
         self.rank = rank
