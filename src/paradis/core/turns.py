@@ -6,9 +6,10 @@ through what they have of it. So no more is on the way than keeps the links busy
 goes to the receiver that is furthest behind its share.
 
 Invariant: bytes count as on the way from when they are sent until their receipt is acknowledged or
-nobody waits for it any more. A receiver acknowledges without waiting for anybody, unlike credit; so
-turns add nothing to the graph of who waits for whom. Half of the room is closed to any one
-receiver, so one that is stuck does not hold up the others.
+nobody waits for it any more. A receiver acknowledges without waiting for anybody, unlike credit,
+and what it had no memory for is sent again past the turns, by the retry timer; so turns add nothing
+to the graph of who waits for whom. Half of the room is closed to any one receiver, so one that is
+stuck does not hold up the others.
 
 Source: weighted fair queueing, Demers, Keshav and Shenker, SIGCOMM 1989, with a step's bytes as
 weights; that unequal shares need chunks interleaved in proportion is in Jiang et al., OSDI 2020.

@@ -130,10 +130,7 @@ class Binding:
         return min(self.members()) == self.session.rank
 
     def _begin_step(self, wait: bool) -> bool:
-        """A gradient is there: may it be handed over, or is the step before on its way?
-
-        With ``wait`` that step is waited for.
-        """
+        """Whether a gradient may be handed over; with ``wait`` it may, after the step before."""
         early = self.early if self.session.alive else None
         if early is not None:
             early.note()
@@ -198,7 +195,8 @@ class Binding:
         """
         self.flight.arrive()
         if self.early is not None and what != "step" and not beginning:
-            self.collector.flush()  # whether it is refused must not depend on how fast others are
+            if self.early.noted:  # refused or not, it must not depend on how fast others are
+                self._begin_step(True)
             self.early.refuse_within(what)
         self._post(what, event)
         try:

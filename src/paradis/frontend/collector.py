@@ -1,13 +1,16 @@
 """Hands gradients over as backward produces them, and finds out which count in the end.
 
 A hook per parameter (`torch.Tensor.register_post_accumulate_grad_hook`) hands a shard over when
-all its parameters have fired. That push is tentative: a gradient is what it was when handed over if
+all its parameters have fired; while the step before is on its way, it is put off until the next
+gradient, or ``step()``. That push is tentative: a gradient is what it was when handed over if
 it is the same tensor with the same version counter. ``step()`` compares, and hands over what is
 missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -77,7 +80,7 @@ class Collector:
         self._handed: list[Handed | None] = []
         self._shards_of: list[list[int]] = []
         self._missing: dict[int, int] = {}
-        self._postponed: list[int] = []
+        self._postponed: deque[int] = deque()  # hooks of several devices run at the same time
         self._versions: list[int] = []
         self._handed_shards: dict[int, None] = {}
         self._yielding: list[int] = []
@@ -140,7 +143,7 @@ class Collector:
         """Begin a step."""
         self.rewritten = False
         self._again = {}
-        self._postponed = []
+        self._postponed.clear()
         self._handed = [None] * len(self._memory.tensors)
         self._handed_shards = {}
         self._yielding = []
@@ -161,12 +164,19 @@ class Collector:
             if not self._missing[shard]:
                 self._postponed.append(shard)
         if begun:
-            complete, self._postponed = self._postponed, []
-            self._hand_over_shards(complete)
+            self._hand_over_shards(self._put_off())
+
+    def _put_off(self) -> list[int]:
+        """Take the shards that are complete and not handed over."""
+        complete: list[int] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                complete.append(self._postponed.popleft())
+        return complete
 
     def flush(self) -> None:
         """Hand over what had to wait for the step before, which is finished."""
-        complete, self._postponed = self._postponed, []
+        complete = self._put_off()
         if complete:
             self._begin(True)
             self._hand_over_shards(complete)
@@ -232,6 +242,7 @@ class Collector:
             handed over with other bytes.
         """
         self.attach()
+        self._postponed.clear()  # what counts is handed over below
         self.yielded = tuple(self._yielding)
         count = len(self._memory.tensors)
         bits = bytearray((count + 7) // 8)

@@ -1,6 +1,6 @@
 """Updates while backward runs (``training.early_update``), as a ``wrap`` call sees them.
 
-The first gradient that is handed over in a step begins it: the servers are told the options and
+The first gradient that may be handed over in a step begins it: the servers are told the options and
 the values that the script has changed, and may update whatever is complete. From there on
 ``step()`` must find everything as it was said. Each worker looks at what it can see itself, so that
 a script is refused for what it does and not for how fast the others were; the servers look again.
@@ -34,7 +34,8 @@ class EarlyUpdates:
         debug: hash values again in ``step()``, to catch writes that no version counter sees.
 
     Attributes:
-        said: what was said in this step; None until its first gradient.
+        said: what was said in this step; None until its first gradient may
+            be handed over.
     """
 
     def __init__(
@@ -58,6 +59,11 @@ class EarlyUpdates:
         debug = session.settings.debug_gradients
         options = binding.present_options
         return cls(binding.group, binding.memory, session.node.post, options, debug=debug)
+
+    @property
+    def noted(self) -> bool:
+        """Whether backward has a gradient of this step."""
+        return self._noted is not None
 
     def note(self) -> None:
         """Backward has its first gradient: these options count; on the thread of backward."""

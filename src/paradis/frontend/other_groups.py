@@ -105,8 +105,9 @@ class OtherGroups:
         plan = self._ask("plan", ev.RegisterAsked(request), group, timeout_s).plan
         assert plan is not None
         memory.add(plan.shards)
-        # At most all of it is kept beside the parameters until the next step begins.
-        node.arena.widen(sum(push_bytes(s, coded=False) for s in plan.shards))
+        # At most all of it is kept beside the parameters until the next step begins, and comes anew
+        # while what was kept is being installed.
+        node.arena.widen(2 * sum(push_bytes(s, coded=False) for s in plan.shards))
         trained = [n for n in named if n.spec.options_group >= 0]
         self._binding.watch.add([n.tensor for n in trained])
         for each in trained:

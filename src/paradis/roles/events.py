@@ -60,7 +60,7 @@ class ShardsReady(Event, frozen=True):
 
 
 class StepBegun(Event, frozen=True):
-    """Backward has made the first gradient of a step, whose updates may go ahead of the commits.
+    """The first gradient of a step may go; the step's updates may go ahead of the commits.
 
     Attributes:
         commit: options and changed values as they are now; nothing else in it counts.

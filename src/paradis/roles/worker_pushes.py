@@ -21,6 +21,7 @@ from paradis.roles import events as ev
 from paradis.roles.worker_state import Group, Shard, WorkerConfig, commit_with_revisions
 from paradis.wire import messages as msg
 
+
 class WorkerPushes:
     """Pushes and commits of one worker; `paradis.roles.worker.WorkerRole` is the whole role.
 
@@ -294,7 +295,7 @@ class WorkerPushes:
                 if shard.trainable and (shard.mine or not shard.shares):
                     nbytes[shard.target] = nbytes.get(shard.target, 0) + shard.nbytes
             largest = max((s.nbytes for s in group.shards.values()), default=0)
-            room = max(self.config.room_bytes, len(nbytes) * largest)
+            room = max(self.config.room_bytes, max(4, len(nbytes)) * largest)
             group.turns.begin(nbytes, room=room)
         return group.turns
 

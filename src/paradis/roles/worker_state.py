@@ -57,7 +57,7 @@ class WorkerConfig:
     Attributes:
         quota_bytes: bytes that may be unreturned at one receiver.
         room_bytes: bytes that may be on the way to all receivers, at least one largest shard for
-            each. So much keeps a link busy: 1.3 ms at 100 Gbit/s, 0.13 s at 1.
+            each, and four. So much keeps a link busy: 1.3 ms at 100 Gbit/s, 0.13 s at 1.
         retry_ns: how long nothing must come before unanswered messages go again. Links are
             reliable, so this only heals a lost link or a receiver that dropped a frame.
         early_update: servers may update before the workers have committed.
@@ -237,7 +237,7 @@ class Group:
                     or self.norm_from or self.confirming)  # fmt: skip
 
     def next_step(self) -> None:
-        """All updates are installed: the next step begins."""
+        """All updates are here, and are being installed: the next step begins."""
         self.step += 1
         self.closed = self.committed = False
         self.commit = self.begun = self.word = None

@@ -24,11 +24,8 @@ class Executor:
     def __init__(self, threads: int, name: str = "paradis-numerics") -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
-            for i in range(threads)
+            start_on_one_thread(self._run, f"{name}-{number}") for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, job: Job, *, small: bool = False) -> None:
         """Run a job, in the calling thread if it is small. A job reports by posting events.
@@ -41,7 +38,6 @@ class Executor:
             self._jobs.put(job)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -59,12 +55,14 @@ def start_on_one_thread(run: Job, name: str) -> threading.Thread:
     """Start a daemon thread whose torch operations use one thread.
 
     What a thread sets for itself holds for all that start later, the script's among them: so it is
-    set back when the thread has begun.
+    set back when the thread has begun. A thread that has set it takes over what others have set
+    since when it first looks: so it looks at once.
     """
     begun = threading.Event()
 
     def body() -> None:
         torch.set_num_threads(1)
+        torch.get_num_threads()
         begun.set()
         run()
 

@@ -1,9 +1,10 @@
 """Brings updates into parameters, on a thread of its own while the script computes.
 
-A value that came before ``step()`` has to be copied then, and a code has to be made a step of the
-parameters: a millisecond for each shard, which neither ``step()`` nor the thread of a link should
-spend. Invariant: jobs are done one at a time, in the order in which they were given; so whoever
-hears that a step is over, through `after`, finds all of it in the parameters.
+A value that came before ``step()``, or of another worker group, has to be copied, and a code has to
+be made a step of the parameters: a millisecond for each shard, which neither ``step()`` nor the
+thread of a link should spend. Invariant: jobs are done one at a time, in the order in which they
+were given; so whoever hears that a step is over, through `after`, finds all of it in the
+parameters. After a job that failed nothing is done any more: nobody hears of such a step.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _STOP_S = 30.0
 
 
 class Installer:
-    """The installing thread of one worker, started by the first job.
+    """The installing thread of one worker.
 
-    `install` and `after` are called by one thread at a time, under the node's lock.
+    Made on the script's thread, whose number of torch threads stays as it is, and before the end of
+    the interpreter, when no thread can be started. `install` and `after` are called by one thread
+    at a time, under the node's lock.
 
     Args:
         failed: called with what a job raised.
@@ -34,20 +37,23 @@ class Installer:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._left = 0
-        self._thread: threading.Thread | None = None
+        self._broken = False
+        self._thread: threading.Thread | None = start_on_one_thread(self._run, "paradis-install")
 
     def install(self, job: Job) -> None:
-        """Do a job after those before it. There is one for each shard, so the queue is bounded."""
+        """Do a job after those before it.
+
+        There is one for each shard of a step, or of a question, that is not over: the queue is
+        bounded by them.
+        """
         with self._lock:
             self._left += 1
         self._jobs.put(job)
-        if self._thread is None:
-            self._thread = start_on_one_thread(self._run, "paradis-install")
 
     def after(self, job: Job) -> None:
         """Do something that takes no time when all jobs given before are done: now, if they are."""
         with self._lock:
-            idle = not self._left
+            idle = not self._left and not self._broken
             if not idle:
                 self._left += 1
         if idle:
@@ -59,8 +65,10 @@ class Installer:
         yield_to_compute()
         while (job := self._jobs.get()) is not None:
             try:
-                job()
-            except Exception as error:  # a bug: the job must end, not hang
+                if not self._broken:
+                    job()
+            except Exception as error:  # a bug, or memory that gave out: the job must end
+                self._broken = True
                 self._failed(error)
             with self._lock:
                 self._left -= 1

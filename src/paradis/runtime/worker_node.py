@@ -134,6 +134,8 @@ class WorkerNode(WorkerReceiving):
     def _not_installed(self, error: Exception) -> None:
         _log.error("installing failed on %s", self.identity.node, exc_info=error)
         self.post(EffectFailed("installing an update", "InternalError", repr(error)))
+        self.fail(InternalError(f"{self.identity.node} cannot install an update: {error!r}; "
+                                "please report it with the node's log"))  # fmt: skip
 
     def _copy(self, effect: fx.Copy) -> Event:
         return self.parts.copy(effect, lambda: (self._own_memories(effect.group), {}))

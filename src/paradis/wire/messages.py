@@ -336,7 +336,7 @@ class Stale(DataMessage, frozen=True, kw_only=True):
 
 
 class Begin(DataMessage, frozen=True, kw_only=True):
-    """Worker -> every server with shards of the group: the first gradient of ``step`` exists.
+    """Worker -> every server with shards of the group: gradients of ``step`` are coming.
 
     Sent with ``training.early_update`` only. Says ahead of the commit what a server must know to
     update: options, and which values the script has changed. The commit must say the same.

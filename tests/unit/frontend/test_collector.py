@@ -350,3 +350,14 @@ def test_gradients_of_the_step_on_its_way_are_looked_at_first() -> None:
     bench.airborne = True
     bench.backward({"d": float("inf")})
     assert bench.collector.non_finite() == "b"
+
+
+def test_what_closing_has_handed_over_is_not_put_off_any_more() -> None:
+    """As with `clip_grad_norm_`, which closes the step before ``step()`` does."""
+    bench = Bench()
+    bench.airborne = True
+    bench.backward(ALL)
+    bench.parameters[2].grad = None
+    assert bench.collector.close()[1] == (0, 2)
+    bench.collector.flush()
+    assert bench.ready == [], "closing says itself what there is"
