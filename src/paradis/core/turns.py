@@ -31,6 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_UNBOUND = 1 << 62
+"""Room where there is a single receiver: its credit bounds what is on the way."""
+
 
 class Turns:
     """The receivers of one pusher, for one group."""
@@ -51,7 +54,7 @@ class Turns:
             room: bytes that may be on the way, at least; the last to leave may exceed them.
         """
         self._bytes = dict(nbytes)
-        self._room = room
+        self._room = room if len(nbytes) > 1 else _UNBOUND
         self._sent = {}
         self._flying = {}
         self._used = {}
@@ -66,13 +69,10 @@ class Turns:
 
     def next(self) -> str | None:
         """Return the receiver whose turn it is, or None: nobody asks, or there is no room."""
-        if len(self._bytes) > 1 and sum(self._used.values()) >= self._room:
+        if sum(self._used.values()) >= self._room:
             return None
-        open_to = [r for r in self._asking if self._open(r)]
+        open_to = (r for r in self._asking if 2 * self._used.get(r, 0) < self._room)
         return min(open_to, key=self._progress, default=None)
-
-    def _open(self, receiver: str) -> bool:
-        return len(self._bytes) <= 1 or 2 * self._used.get(receiver, 0) < self._room
 
     def _progress(self, receiver: str) -> float:
         return self._sent.get(receiver, 0) / max(1, self._bytes.get(receiver, 1))

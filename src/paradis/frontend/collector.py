@@ -164,9 +164,9 @@ class Collector:
             if not self._missing[shard]:
                 self._postponed.append(shard)
         if begun:
-            self._hand_over_shards(self._put_off())
+            self._hand_over_shards(self._take_postponed())
 
-    def _put_off(self) -> list[int]:
+    def _take_postponed(self) -> list[int]:
         """Take the shards that are complete and not handed over."""
         complete: list[int] = []
         with contextlib.suppress(IndexError):
@@ -176,7 +176,7 @@ class Collector:
 
     def flush(self) -> None:
         """Hand over what had to wait for the step before, which is finished."""
-        complete = self._put_off()
+        complete = self._take_postponed()
         if complete:
             self._begin(True)
             self._hand_over_shards(complete)

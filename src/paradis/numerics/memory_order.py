@@ -14,6 +14,8 @@ copy, and an offset means the same on every side that keeps the same layout.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -115,15 +117,18 @@ def as_bytes(flat: torch.Tensor) -> memoryview:
     return flat.detach().view(torch.uint8).numpy().data
 
 
-def copy_bytes(target: memoryview, source: memoryview) -> None:
+def copy_bytes(targets: Iterable[memoryview], source: memoryview) -> None:
     """Copy bytes while other threads run: assigning to a view would keep the interpreter's lock.
 
     Args:
-        target: (N,) bytes.
-        source: (N,) bytes elsewhere in memory.
+        targets: filled one after the other; none is empty.
+        source: as many bytes as all of them, elsewhere in memory.
     """
-    if len(source):  # NumPy takes no empty buffer
-        np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)
+    start = 0
+    for target in targets:
+        piece = source[start : start + len(target)]
+        np.frombuffer(target, np.uint8)[:] = np.frombuffer(piece, np.uint8)
+        start += len(target)
 
 
 def from_buffer(buffer: bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:

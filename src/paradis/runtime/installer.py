@@ -9,16 +9,11 @@ parameters. After a job that failed nothing is done any more: nobody hears of su
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 
-from paradis.runtime.executor import start_on_one_thread
+from paradis.runtime.executor import Executor, Job
 from paradis.transport.scheduling import yield_to_compute
-
-Job = Callable[[], None]
-_STOP_S = 30.0
-"""Deadline of what is queued at the end; the end of the interpreter aborts it in a job."""
 
 
 class Installer:
@@ -34,11 +29,11 @@ class Installer:
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._left = 0
         self._broken = False
-        self._thread: threading.Thread | None = start_on_one_thread(self._run, "paradis-install")
+        self._executor = Executor(1, "paradis-install")
+        self._executor.submit(yield_to_compute)
 
     def install(self, job: Job) -> None:
         """Do a job after those before it.
@@ -48,34 +43,27 @@ class Installer:
         """
         with self._lock:
             self._left += 1
-        self._jobs.put(job)
+        self._executor.submit(lambda: self._do(job))
 
     def after(self, job: Job) -> None:
         """Do something that takes no time when all jobs given before are done: now, if they are."""
         with self._lock:
             idle = not self._left and not self._broken
-            if not idle:
-                self._left += 1
         if idle:
             job()
         else:
-            self._jobs.put(job)
+            self.install(job)
 
-    def _run(self) -> None:
-        yield_to_compute()
-        while (job := self._jobs.get()) is not None:
-            try:
-                if not self._broken:
-                    job()
-            except Exception as error:  # a bug, or memory that gave out: the job must end
-                self._broken = True
-                self._failed(error)
-            with self._lock:
-                self._left -= 1
+    def _do(self, job: Job) -> None:
+        try:
+            if not self._broken:
+                job()
+        except Exception as error:  # a bug, or memory that gave out: the job must end
+            self._broken = True
+            self._failed(error)
+        with self._lock:
+            self._left -= 1
 
     def stop(self) -> None:
         """Finish what is queued and end the thread; idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._jobs.put(None)
-            thread.join(_STOP_S)
+        self._executor.stop()

@@ -19,7 +19,7 @@ import xxhash
 from paradis.numerics.coders import worker_coder
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import Options
-from paradis.numerics.memory_order import as_bytes
+from paradis.numerics.memory_order import as_bytes, copy_bytes
 from paradis.runtime.bound_tensor import BoundTensor
 from paradis.runtime.shard_store import split_sections
 from paradis.storage.checkpoint import Section
@@ -190,10 +190,7 @@ class ShardMemory:
         Args:
             data: the whole shard's bytes.
         """
-        start = 0
-        for view in self.value:
-            view[:] = data[start : start + len(view)]
-            start += len(view)
+        copy_bytes(self.value, data)
 
 
 _ZEROS = bytearray(64)

@@ -60,12 +60,19 @@ class WorkerNode(WorkerReceiving):
         *,
         store_bytes_max: int,
     ) -> None:
+        self.memory = {}
+        self._receiving = {}
+        self._changed = threading.Condition()
+        self.worker_role = role
         self.kept: dict[tuple[int, int], KeptState] = {}
         self._done: dict[tuple[int, str], fx.Complete] = {}
         self.sharing: Sharing | None = None
         self._installer = Installer(self._not_installed)
         self.host_timeout_s = 1800.0
-        super().__init__(role, identity, control, transports, store_bytes_max=store_bytes_max)
+        super().__init__(
+            role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
+        )
+        self.links.on_lost = self._peer_lost
         self.parts = PartWriter(self.identity.node, self.driver.post)
 
     # ----------------------------------------------------------------- effects
@@ -215,10 +222,8 @@ class WorkerNode(WorkerReceiving):
             held.step(code, effect.code.present, effect.code.options)
             self.arena.release(effect.lease)
         elif effect.lease > 0:
-            data, start = self.arena.bytes_of(effect.lease).numpy().data, 0
-            for view in memory.receiving(effect.shard):
-                copy_bytes(view, data[start : start + len(view)])
-                start += len(view)
+            data = self.arena.bytes_of(effect.lease).numpy().data
+            copy_bytes(memory.receiving(effect.shard), data)
             self.arena.release(effect.lease)
         memory.let_go(effect.shard)
         memory.installed(effect.shard)

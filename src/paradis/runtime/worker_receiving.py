@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 
 from paradis.ids import NodeId
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
-from paradis.runtime.node import ControlChannel, Node
+from paradis.runtime.node import Node
 from paradis.runtime.worker_memory import GroupMemory, ShardMemory
-from paradis.transport.base import Identity, Transport
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Update
 
@@ -23,25 +21,14 @@ class WorkerReceiving(Node):
     Attributes:
         memory: group -> its tensors.
         worker_role: the role, which knows what is wanted.
+
+    All of them are made by the whole node.
     """
 
-    def __init__(
-        self,
-        role: WorkerRole,
-        identity: Identity,
-        control: ControlChannel,
-        transports: Mapping[str, Transport],
-        *,
-        store_bytes_max: int,
-    ) -> None:
-        self.memory: dict[int, GroupMemory] = {}
-        self._receiving: dict[int, NodeId] = {}
-        self._changed = threading.Condition()
-        self.worker_role = role
-        super().__init__(
-            role, identity, control, transports, store_bytes_max=store_bytes_max, threads=0
-        )
-        self.links.on_lost = self._peer_lost
+    memory: dict[int, GroupMemory]
+    worker_role: WorkerRole
+    _receiving: dict[int, NodeId]
+    _changed: threading.Condition
 
     def place(self, peer: NodeId, header: FrameHeader) -> Placed:
         """Receive a wanted update straight into the parameters, anything else into the store.

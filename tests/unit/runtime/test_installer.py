@@ -28,7 +28,7 @@ def test_jobs_are_done_in_turn_and_what_comes_after_waits_for_them() -> None:
     assert not done.is_set() and not seen
     let.set()
     assert done.wait(DEADLINE_S)
-    assert seen == ["paradis-install", "after", "second"] and own != seen[0]
+    assert seen == ["paradis-install-0", "after", "second"] and own != seen[0]
     installer.stop()
     assert not errors
 
