@@ -6,6 +6,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _DEADLINE_S = 60.0
@@ -22,6 +23,12 @@ def start_node(
     ]  # fmt: skip
     with (directory / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def in_racks(racks: Sequence[str], index: int) -> tuple[str, ...]:
+    """Return the options of the dispatcher of one of the racks."""
+    count = str(len(racks))
+    return "--rack", racks[index], "--racks", ",".join(racks), "--dispatcher-count", count
 
 
 def end_node(child: subprocess.Popen[bytes]) -> None:
@@ -43,11 +50,13 @@ class Nodes:
         server: what runs a server: arguments of the interpreter.
         host: address of this host, where the nodes listen.
         elsewhere: somebody else starts the servers, with `start_node`.
+        racks: of the job; the dispatcher serves the first one, somebody else starts the others'.
     """
 
     def __init__(
         self, directory: Path, *, workers: int, servers: int, settings: tuple[str, ...] = (),
         server: tuple[str, ...] = _PARADIS, host: str = "127.0.0.1", elsewhere: bool = False,
+        racks: Sequence[str] = ("rack-0",),
     ) -> None:  # fmt: skip
         self.directory = directory
         self.token_file = directory / "token"
@@ -58,7 +67,7 @@ class Nodes:
         leader = start_node(
             directory, "dispatcher-0", "dispatcher", "--workers", str(workers),
             "--servers", str(servers), "--address-file", str(address_file),
-            "--control-address", f"{host}:0", "--listen", host, *sets,
+            "--control-address", f"{host}:0", "--listen", host, *in_racks(racks, 0), *sets,
         )  # fmt: skip
         self._children = [leader]
         self.address = wait_for(address_file)

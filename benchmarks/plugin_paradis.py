@@ -5,6 +5,8 @@ A benchmark that calls ``serve`` has its ``cfg["servers"]``, (host, port) each, 
 servers, each on the host where it is called; where there are none, rank 0 starts
 PARADIS_BENCH_SERVERS (2) servers of its own. With PARADIS_BENCH_COLOCATED=1 every worker also
 starts the co-located server beside it, on its host: ``cfg["servers"]`` may be empty then.
+PARADIS_BENCH_RACKS=R puts the workers into R racks, in blocks of ranks, and servers round the
+racks; the first worker of each rack starts its dispatcher, which sums the rack's gradients.
 PARADIS_BENCH_SET holds further settings, ``section.key=value``, separated by blanks.
 PARADIS_BENCH_OPTIMIZER is ``sgd`` (default), ``lion``, or ``onebit:N``, frozen after N steps.
 """
@@ -27,14 +29,15 @@ import paradis.optim
 from paradis.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launch_nodes import Nodes, end_node, start_node, wait_for  # this file is loaded from anywhere
+# This file is loaded from anywhere.
+from launch_nodes import Nodes, end_node, in_racks, start_node, wait_for
 
 
 class Method:
     """One wrapped model in the benchmark's terms."""
 
     def __init__(
-        self, optimizer: Any, nodes: Nodes | None, beside: subprocess.Popen[bytes] | None
+        self, optimizer: Any, nodes: Nodes | None, beside: list[subprocess.Popen[bytes]]
     ) -> None:
         self._optimizer = optimizer
         self._nodes = nodes
@@ -55,8 +58,8 @@ class Method:
     def close(self) -> None:
         """Leave the job; what was started here ends with it."""
         paradis.close()
-        if self._beside is not None:
-            end_node(self._beside)
+        for node in self._beside:
+            end_node(node)
         if self._nodes is not None:
             self._nodes.close()
 
@@ -68,18 +71,26 @@ def wrap(cfg: dict[str, Any], rank: int, module: torch.nn.Module) -> Method:
     directory, host = _directory(), _own_address()
     nodes = _lead(cfg, workers, host, colocated=colocated) if rank == 0 else None
     address = wait_for(directory / "ready")
-    beside = None
+    racks = _racks()
+    rack = rank * len(racks) // workers
+    beside = []
+    if rank and rack != (rank - 1) * len(racks) // workers:
+        beside.append(start_node(
+            directory, f"dispatcher-{rack}", "dispatcher", "--index", str(rack),
+            "--listen", host, "--dispatchers", address, *in_racks(racks, rack),
+        ))  # fmt: skip
     if colocated:
-        beside = start_node(
+        beside.append(start_node(
             directory, f"server-beside-{rank}", "server", "--beside", str(rank),
-            "--listen", host, "--dispatchers", address,
-        )  # fmt: skip
+            "--listen", host, "--dispatchers", address, "--rack", racks[rack],
+        ))  # fmt: skip
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(workers),
         PARADIS_DISPATCHERS=address,
         PARADIS_TOKEN_FILE=str(directory / "token"),
         PARADIS_RUN_DIR=str(directory),  # where spans go, with observe.trace
+        PARADIS_RACK=racks[rack],
     )
     return Method(paradis.wrap(module, make_optimizer(module)), nodes, beside)
 
@@ -97,9 +108,10 @@ def make_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
 def serve(cfg: dict[str, Any], index: int) -> dict[str, Any]:
     """Run a dedicated server in this process until the job ends."""
     directory = _directory()
-    address = wait_for(directory / "ready")
+    address, racks = wait_for(directory / "ready"), _racks()
     code = main([
         "server", "--index", str(index), "--listen", cfg["servers"][index][0],
+        "--rack", racks[index % len(racks)],
         "--dispatchers", address, "--token-file", str(directory / "token"),
         "--run-dir", str(directory),
     ])  # fmt: skip
@@ -119,12 +131,16 @@ def _lead(cfg: dict[str, Any], workers: int, host: str, *, colocated: bool) -> N
         settings = (*settings, "topology.colocated=true")
     nodes = Nodes(
         directory, workers=workers, servers=served if elsewhere else own,
-        settings=settings, host=host, elsewhere=elsewhere,
+        settings=settings, host=host, elsewhere=elsewhere, racks=_racks(),
     )  # fmt: skip
     ready = directory / "ready.part"
     ready.write_text(nodes.address, encoding="ascii")
     ready.rename(directory / "ready")
     return nodes
+
+
+def _racks() -> list[str]:
+    return [f"rack-{i}" for i in range(int(os.environ.get("PARADIS_BENCH_RACKS", "1")))]
 
 
 def _directory() -> Path:

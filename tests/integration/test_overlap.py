@@ -343,16 +343,20 @@ def test_parameters_added_while_a_step_is_on_its_way(monkeypatch: pytest.MonkeyP
     assert same(run(), expected)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8"])
 def test_an_error_of_the_step_comes_where_the_script_waits_next(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
+    """Codes are made after ``step()``: what cannot be coded is told as late."""
     monkeypatch.setenv("PARADIS_TRAINING_OVERLAP", "layerwise")
-    model = nn.Linear(4, 4)
+    monkeypatch.setenv("PARADIS_TRAINING_COMPRESSION", codec)
+    monkeypatch.setenv("PARADIS_TRAINING_COMPRESSION_BENEFIT", "assumed")
+    model = nn.Linear(64, 64)
     optimizer = paradis.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    (model(torch.ones(1, 4)).sum() * float("nan")).backward()
+    (model(torch.ones(1, 64)).sum() * float("nan")).backward()
     optimizer.step()
-    with pytest.raises(NonFiniteGradient, match="holds NaN"):
-        model(torch.ones(1, 4))
+    with pytest.raises(NonFiniteGradient, match="gradient of weight"):
+        model(torch.ones(1, 64))
     assert type(model.weight) is nn.Parameter, "readable as it is"
     with pytest.raises(NonFiniteGradient):
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,8 +83,9 @@ class Binding:
         self.early = EarlyUpdates.where_on(session, self)
         self.optimizer: torch.optim.Optimizer | None = None
         self.compressor = Compressor(
-            self.memory, self._hand_over, self.present_options, timeout_s=self._timeout_s
-        )
+            self.memory, self._hand_over, self.present_options, lambda: self._step,
+            fail=partial(session.node.failed, "compressing a gradient"), timeout_s=self._timeout_s,
+        )  # fmt: skip
         self.codes = Codes(self)
         self.flight = Flight(
             session.node, session.settings, self.group, self.memory, timeout_s=self._timeout_s
@@ -166,9 +168,9 @@ class Binding:
         if whole:
             self._hand_over(whole)
 
-    def _hand_over(self, shards: tuple[int, ...]) -> None:
+    def _hand_over(self, shards: tuple[int, ...], step: int = -1) -> None:
         if self.session.alive:
-            self.session.node.post(ev.ShardsReady(self.group, shards))
+            self.session.node.post(ev.ShardsReady(self.group, shards, step))
 
     def present_options(self) -> list[msg.Options]:
         """Return the hyper-parameters of each parameter group as they are now."""

@@ -1,7 +1,10 @@
-"""Makes codes of gradients, on a thread of its own while backward goes on.
+"""Makes codes of gradients, on a thread of its own while backward goes on, and beyond ``step()``.
 
-Invariant: a shard is handed over with the code of the gradient it was handed in with, or not at
-all; a code that failed is made again in ``step()``, where the script can be told.
+Invariants:
+* a shard is handed over with the code of the gradient it was handed in with, or not at all;
+* a code that failed before ``step()`` is made again from then on: the script may have changed the
+  gradient;
+* a step that is left to the thread ends, or the job fails: it is committed.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from paradis.errors import DeadlineExceeded, NonFiniteGradient
 from paradis.numerics.elementwise import Options
@@ -20,13 +24,24 @@ from paradis.transport.scheduling import yield_to_compute
 Done = Callable[[int, int, int], None]
 
 
+class _Job(NamedTuple):
+    """A code to be made: of which step, with which hyper-parameters, where to note it."""
+
+    shard: int
+    step: int
+    options: Sequence[Options]
+    coded: dict[int, None]
+
+
 class Compressor:
     """The codes of one ``wrap`` call.
 
     Args:
         memory: its shards.
-        hand_over: called with a shard whose code is made, on the compressing thread.
+        hand_over: called with a shard whose code is made and its step, on the compressing thread.
         options: returns the hyper-parameters of each parameter group as they are now.
+        step: returns the number of the step in progress.
+        fail: called with an error, on the compressing thread, after `leave`.
         timeout_s: deadline of waits for the compressing thread.
 
     Attributes:
@@ -36,18 +51,23 @@ class Compressor:
     def __init__(
         self,
         memory: GroupMemory,
-        hand_over: Callable[[tuple[int, ...]], None],
+        hand_over: Callable[[tuple[int, ...], int], None],
         options: Callable[[], list[Options]],
+        step: Callable[[], int],
         *,
+        fail: Callable[[Exception], None],
         timeout_s: float,
     ) -> None:
         self._memory = memory
         self._hand_over = hand_over
         self._options = options
+        self._step = step
+        self._fail = fail
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._waiting: deque[int] = deque()
-        self._busy = False
+        self._waiting: deque[_Job] = deque()
+        self._busy: _Job | None = None
+        self._left = -1  # the last step that was left to the thread
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._now: list[Options] | None = None
@@ -59,8 +79,13 @@ class Compressor:
         if self._now is None:
             self._now = self._options()
         with self._changed:
-            self._waiting.extend(shards)
-            self._changed.notify_all()
+            self._add(shards, self._now)
+
+    def _add(self, shards: Sequence[int], options: Sequence[Options]) -> None:
+        """Queue codes; the caller holds the lock."""
+        step = self._step()
+        self._waiting.extend(_Job(shard, step, options, self._coded) for shard in shards)
+        self._changed.notify_all()
         if self._thread is None:
             self._thread = start_on_one_thread(self._run, "paradis-compression")
 
@@ -68,28 +93,62 @@ class Compressor:
         yield_to_compute()
         while True:
             with self._changed:
-                self._busy = False
+                self._busy = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if self._stopped:
                     return
-                shard = self._waiting.popleft()
-                self._busy = True
-                options = self._now
-            assert options is not None
+                job = self._busy = self._waiting.popleft()
             try:
-                self._encode(shard, options)
-            except Exception:  # made again in step(), which then raises it
+                self._encode(job)
+            except Exception as error:
+                with self._changed:
+                    left = job.step <= self._left
+                    self._busy = None
+                if left:  # else it is made again in step()
+                    self._fail(self._named(job.shard, error))
                 continue
-            self._hand_over((shard,))
+            self._hand_over((job.shard,), job.step)
 
-    def _encode(self, shard: int, options: Sequence[Options], *, empty: bool = False) -> None:
-        start_ns = time.monotonic_ns()
+    def _encode(self, job: _Job, *, empty: bool = False) -> None:
+        shard, start_ns = job.shard, time.monotonic_ns()
         memory = self._memory.shards[shard]
-        memory.encode(options[memory.plan.options_group], coded=self._memory.coded, empty=empty)
-        self._coded[shard] = None
+        options = job.options[memory.plan.options_group]
+        memory.encode(options, coded=self._memory.coded, empty=empty)
+        job.coded[shard] = None
         if self.on_done is not None and not empty:
             self.on_done(shard, start_ns, sum(map(len, memory.gradient)))
+
+    def leave(
+        self, present: Sequence[int], revised: Collection[int], options: Sequence[Options]
+    ) -> tuple[int, ...]:
+        """Leave what is missing to the thread, if all that it has made counts; else `settle`.
+
+        Gradients must stay until they have been handed over. An error is told to ``fail``.
+
+        Args:
+            present: as of `settle`.
+            revised: as of `settle`.
+            options: as of `settle`.
+
+        Returns:
+            The shards that will be handed over.
+
+        Raises:
+            NonFiniteGradient: as `settle`.
+            DeadlineExceeded: as `settle`.
+        """
+        counted = dict.fromkeys(present)
+        with self._changed:
+            coming = {job.shard: None for job in (self._busy, *self._waiting) if job is not None}
+            made = {**self._coded, **coming}
+            if not revised and all(shard in counted for shard in made):
+                missing = [s for s in present if s not in made and self._memory.codes(s)]
+                self._left = self._step()
+                self._add(missing, options)
+                return (*coming, *missing)
+        self.settle(present, revised, options)
+        return ()
 
     def settle(
         self,
@@ -127,20 +186,21 @@ class Compressor:
             current = shard in self._coded and shard not in changed and not empty
             if current or not self._memory.codes(shard):
                 continue
+            job = _Job(shard, -1, options, self._coded)
             try:
-                self._encode(shard, options, empty=empty)
+                self._encode(job, empty=empty)
             except NonFiniteGradient as error:
                 if not lenient:
                     raise self._named(shard, error) from None
                 finite = False
-                self._encode(shard, options, empty=True)
+                self._encode(job, empty=True)
                 del self._coded[shard]
         return finite
 
     def _drain(self) -> None:
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: not self._waiting and not self._busy, timeout=self._timeout_s
+                lambda: not self._waiting and self._busy is None, timeout=self._timeout_s
             )
         if not idle:
             raise DeadlineExceeded(
@@ -148,7 +208,9 @@ class Compressor:
                 "are left; is the process stopped in a debugger?"
             )
 
-    def _named(self, shard: int, error: NonFiniteGradient) -> NonFiniteGradient:
+    def _named(self, shard: int, error: Exception) -> Exception:
+        if not isinstance(error, NonFiniteGradient):
+            return error
         index = error.fields.get("segment", 0)
         assert isinstance(index, int)
         name = self._memory.shards[shard].tensors[index].name
@@ -159,7 +221,7 @@ class Compressor:
         )
 
     def end_step(self) -> None:
-        """Begin the next step."""
+        """Begin the next step; what is left of the last one goes on."""
         self._now = None
         self._coded = {}
 

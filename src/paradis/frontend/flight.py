@@ -32,6 +32,7 @@ class Flight:
     ) -> None:  # fmt: skip
         self._node = node
         self._mode = settings.overlap
+        self._backup_workers = settings.backup_workers
         self._warmup_steps = settings.delay_warmup_steps
         self._watch_views = settings.watch_views
         self._memory = memory
@@ -57,6 +58,11 @@ class Flight:
     def late(self) -> bool:
         """Whether the parameters lack the update of a step that is on its way."""
         return self._delay.pending
+
+    @property
+    def leaves(self) -> bool:
+        """Whether codes may be made after ``step()``: the step is left, and waits for all codes."""
+        return self._mode == "layerwise" and not self._backup_workers
 
     def delays(self, step: int) -> bool:
         """Whether the gradient of a step, counted from 0 over all runs, is handed over late."""

@@ -41,7 +41,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._binding = binding
         self._inner_name = type(inner).__name__
         self._clip = 1.0
-        self._finite = True
         self._announced_clip = False
         self._loaded_at = -1
         self._saved_at = 0
@@ -80,18 +79,23 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if clock is not None:
             clock.called()
         overflow, scaler_state = self._unscale(grad_scaler)
+        # A checkpoint is of this moment: what follows may change rates and buffers.
+        here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
         commit, present, revised = self._close(
             overflow, scaled=grad_scaler is not None, unchanged=late
         )
+        compressor = binding.compressor
+        leaves = not (here or binding.clocked) and binding.flight.leaves
+        if not leaves:
+            compressor.settle(present, revised, commit.options, empty=overflow)
         order = binding.order_to_tell()
         if order:
             commit = msgspec.structs.replace(commit, order=order)
         binding.confirm(commit)
         if late:
             commit = msgspec.structs.replace(commit, delay=1)
-        closed = ev.StepClosed(binding.group, commit, present, revised)
-        # A checkpoint is of this moment: what follows may change rates and buffers.
-        here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
+        coming = compressor.leave(present, revised, commit.options) if leaves else ()
+        closed = ev.StepClosed(binding.group, commit, present, revised, coming)
         if here or not binding.send_off(closed, explain=self._explain, after=self._count):
             done, wait_s = self._ask_and_wait(closed)
             if done.found_inf and scaler_state is not None:
@@ -105,7 +109,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             clock.returned()
         self._clip = 1.0
         binding.collector.end_step(scaled=grad_scaler is not None)
-        binding.compressor.end_step()
+        compressor.end_step()
         if binding.others is not None:
             binding.others.refresh()  # the next step begins
         return loss
@@ -149,7 +153,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._bound.session.settings.backup_workers
 
     def _close(
-        self, overflow: bool, *, scaled: bool, unchanged: bool = False, lenient: bool = False
+        self, overflow: bool, *, scaled: bool, unchanged: bool = False
     ) -> tuple[StepCommit, tuple[int, ...], tuple[int, ...]]:
         """Return what the step decided, and which shards have gradients, and which changed.
 
@@ -157,21 +161,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
             overflow: the GradScaler found one.
             scaled: there is a GradScaler.
             unchanged: the values are known to be as installed.
-            lenient: NaN and infinity are looked at later, where gradients travel as codes.
         """
         collector = self._bound.collector
         # A GradScaler unscales in place without a version bump: what was pushed before is void.
         bits, present, revised = collector.close(all_changed=scaled and not collector.deferred)
         if collector.rewritten and not scaled:
             self._announce_clipping()
-        options = self._options()
-        self._finite = self._bound.compressor.settle(
-            present, revised, options, empty=overflow, lenient=lenient
-        )
         commit = StepCommit(
             revisions={},
             present=bits,
-            options=options,
+            options=self._options(),
             found_inf=overflow,
             clip=self._clip,
             changed={} if unchanged else self._bound.changed(),
@@ -279,11 +278,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
             parameters = [p for g in self.param_groups for p in g["params"]]
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         binding.check()
-        commit, present, revised = self._close(False, scaled=False, lenient=True)
+        commit, present, revised = self._close(False, scaled=False)
+        finite = binding.compressor.settle(present, revised, commit.options, lenient=True)
         done = binding.ask("norm", ev.NormAsked(binding.group, commit, present, revised))
         squares = sum(done.squares[s] for s in sorted(done.squares))
         total = torch.tensor(squares, dtype=torch.float64).sqrt()
-        if not self._finite:  # a code of it is zeros: the norm is not what the servers found
+        if not finite:  # a code of it is zeros: the norm is not what the servers found
             return torch.tensor(torch.inf, dtype=torch.float64)
         self._clip = min(1.0, float(max_norm) / (float(total) + 1e-6))
         return total

@@ -53,10 +53,15 @@ class RegisterAsked(Event, frozen=True):
 
 
 class ShardsReady(Event, frozen=True):
-    """Backward has produced the gradients of these shards."""
+    """Backward has produced the gradients of these shards.
+
+    Attributes:
+        step: what they are of, where ``step()`` may have been called since; -1: the present one.
+    """
 
     group: int
     shards: tuple[int, ...]
+    step: int = -1
 
 
 class StepBegun(Event, frozen=True):
@@ -77,12 +82,14 @@ class StepClosed(Event, frozen=True):
         commit: presence, options and the rest; ``revisions`` is filled in by the role.
         present: shards that hold at least one gradient.
         revised: shards whose gradient changed since it was handed over.
+        late: present shards whose code is still being made: `ShardsReady` follows, with the step.
     """
 
     group: int
     commit: StepCommit
     present: tuple[int, ...]
     revised: tuple[int, ...]
+    late: tuple[int, ...] = ()
 
 
 class NormAsked(Event, frozen=True):

@@ -43,7 +43,7 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
         self._out = []
         match event:
             case ev.ShardsReady():
-                self._on_ready(event.group, event.shards)
+                self._on_ready(event)
                 return self._out
             case ev.Received(message=msg.ControlMessage()):
                 self._on_control(event.message)

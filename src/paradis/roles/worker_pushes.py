@@ -147,10 +147,12 @@ class WorkerPushes:
         elif ready:
             box.ready(shard.plan.shard)
 
-    def _on_ready(self, index: int, shards: tuple[int, ...]) -> None:
-        group = self.groups[index]
+    def _on_ready(self, event: ev.ShardsReady) -> None:
+        group = self.groups[event.group]
+        if event.step not in (-1, group.step):
+            return  # made late, of a step that has been skipped
         targets: dict[str, None] = {}
-        for shard_id in shards:
+        for shard_id in event.shards:
             shard = group.shards[shard_id]
             if not shard.ready and shard.trainable:
                 shard.whole = self.config.early_update and not group.closed
@@ -176,10 +178,11 @@ class WorkerPushes:
         group = self.groups[event.group]
         present = dict.fromkeys(event.present)
         revised = dict.fromkeys(event.revised)
+        late = dict.fromkeys(event.late) if isinstance(event, ev.StepClosed) else {}
         group.closed = True
         for shard in group.ordered():
             if shard.trainable:
-                self._close_shard(group, shard, present, revised)
+                self._close_shard(group, shard, present, revised, late)
         self._closed_to_host(group, commit=commit)
         group.commit = commit_with_revisions(event.commit, group)
         if commit:
@@ -208,8 +211,9 @@ class WorkerPushes:
             self._out.append(fx.Complete(group.index, "norm", group.step))
 
     def _close_shard(
-        self, group: Group, shard: Shard, present: Mapping[int, None], revised: Mapping[int, None]
-    ) -> None:
+        self, group: Group, shard: Shard, present: Mapping[int, None],
+        revised: Mapping[int, None], late: Mapping[int, None],
+    ) -> None:  # fmt: skip
         shard_id = shard.plan.shard
         shard.present = shard_id in present
         if self._close_with_host(group, shard, revised=shard_id in revised):
@@ -225,7 +229,8 @@ class WorkerPushes:
         if shard.sent and (shard_id in revised or shard.void):
             self._push_again(group, shard)
         elif not shard.ready:
-            self._make_ready(group, shard)
+            if shard_id not in late:
+                self._make_ready(group, shard)
         elif not shard.sent and self._begin(group, shard.target).settled(shard_id):
             shard.detour = True  # absent at an earlier closing of this step, present again
             self._begin(group, shard.target).lane_add(shard_id, shard.plan.priority)

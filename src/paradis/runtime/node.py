@@ -180,14 +180,21 @@ class Node:
         def run() -> None:
             try:
                 event = job()
-            except ParadisError as error:
-                event = EffectFailed(what, type(error).__name__, error.message)
-            except Exception as error:  # a bug, or memory that gave out: the job must end, not hang
-                _log.exception("%s failed on %s", what, self.identity.node)
-                event = EffectFailed(what, "InternalError", repr(error))
-            self.driver.post(event)
+            except Exception as error:  # the job must end, not hang
+                self.failed(what, error)
+            else:
+                self.driver.post(event)
 
         self.executor.submit(run, small=nbytes < SMALL_BYTES)
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Tell the role, and so everybody, that something could not be done."""
+        if isinstance(error, ParadisError):
+            event = EffectFailed(what, type(error).__name__, error.message)
+        else:  # a bug, or memory that gave out
+            _log.error("%s failed on %s", what, self.identity.node, exc_info=error)
+            event = EffectFailed(what, "InternalError", repr(error))
+        self.driver.post(event)
 
     # ----------------------------------------------------------------- end
 

@@ -114,9 +114,7 @@ class ServerNode(SummingNode):
                 try:
                     self.store.open(effect.plan, effect.shards)
                 except ParadisError as error:
-                    self.driver.post(
-                        ev.EffectFailed("opening a plan", type(error).__name__, error.message)
-                    )
+                    self.failed("opening a plan", error)
             case fx.Reduce(coded=True):
                 self._sum_codes(effect)
             case fx.Apply():

@@ -13,7 +13,7 @@ from paradis.errors import DeadlineExceeded, InternalError, ParadisError, from_n
 from paradis.ids import worker_id
 from paradis.numerics.memory_order import copy_bytes
 from paradis.roles import effects as fx
-from paradis.roles.events import EffectFailed, Event, Received
+from paradis.roles.events import Event, Received
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.host_group import HostGroup, meeting_point
 from paradis.runtime.host_lane import Shards
@@ -139,8 +139,7 @@ class WorkerNode(WorkerReceiving):
         self.arena.release(effect.lease)
 
     def _not_installed(self, error: Exception) -> None:
-        _log.error("installing failed on %s", self.identity.node, exc_info=error)
-        self.post(EffectFailed("installing an update", "InternalError", repr(error)))
+        self.failed("installing an update", error)
         self.fail(InternalError(f"{self.identity.node} cannot install an update: {error!r}; "
                                 "please report it with the node's log"))  # fmt: skip
 

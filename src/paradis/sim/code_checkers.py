@@ -30,7 +30,10 @@ class SameWay:
 
     def pushing(self, worker: SimWorker, message: msg.DataMessage) -> None:
         """A worker pushes a gradient."""
-        if worker.script.tensors[message.group].plans[message.shard].codec:
+        mine = worker.script.tensors[message.group]
+        demand(message.shard not in mine.unmade, self, f"{worker.node} pushes shard "
+               f"{message.shard} of step {message.step} before its code is made")  # fmt: skip
+        if mine.plans[message.shard].codec:
             self._note(worker.node, message.group, message.step, coded=message.codec > 0)
 
     def stepped(self, worker: SimWorker, group: int, step: int) -> None:

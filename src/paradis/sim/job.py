@@ -181,6 +181,11 @@ class Job:
         return self.modes[group] if self.modes else self.mode
 
     @property
+    def certain(self) -> bool:
+        """Whether a step that is committed needs the gradients of all workers."""
+        return self.mode == "sync" and not (self.modes or self.backup)
+
+    @property
     def clean(self) -> bool:
         """Whether nothing fails, so that memory bounds hold to the letter."""
         return self.weather.fair and not self.faults and not self.leaves

@@ -284,9 +284,7 @@ class Script:
         gone = [s for s in mine.handed if s not in present]
         if self.job.early and (revised or gone):
             self._excuse()
-        record = Record(
-            {s: mine.gradients[s].clone() for s in present}, frozenset(mine.present)
-        )  # fmt: skip
+        record = Record({s: mine.gradients[s].clone() for s in present}, frozenset(mine.present))
         bits = 0
         for parameter in mine.present:
             bits |= 1 << parameter
@@ -324,6 +322,7 @@ class Script:
             mine.changes[plan.shard] += 1
         if overflow and self.job.early:
             self._excuse()
+        handed = dict(mine.handed)
         present, revised, record, bits = self._closing(group)
         record.clip, record.found_inf, record.changed = clip, overflow, changed
         self.worker.sim.reference.record(group, self.step, self.rank, record)
@@ -332,10 +331,15 @@ class Script:
             changed={s: [int(by)] for s, by in changed.items()}, order=self._order(group),
         )  # fmt: skip
         self.worker.closing = record
-        self.worker.tell(ev.StepClosed(group, commit, present, revised))
+        step = self.worker.role.groups[group].step
+        late = mine.late(present, handed, self.chance) if self.job.certain else ()
+        self.worker.tell(ev.StepClosed(group, commit, present, revised, late))
+        for shard in late:
+            yield self.think()
+            self.worker.tell(mine.make(group, shard, step))
         done = yield (group, "step")
-        self.worker.closing = None
         assert done is not None
+        self.worker.closing = None
         self.worker.sim.checkers.stepped(self.worker, group, self.step, done)
         self.steps[group] = done.step
         self.worker.check_values(group, done.step)
@@ -379,13 +383,9 @@ class Script:
             name = f"step-{version}-group-{group}"
             savers = self.job.coded and not self.job.backup
             info = msg.CheckpointInfo(
-                checkpoint=name,
-                group=group,
-                step=version,
-                options=self.options,
-                extra={},
+                checkpoint=name, group=group, step=version, options=self.options, extra={},
                 workers=self.worker.members(group) if savers else (),
-            )
+            )  # fmt: skip
             self.worker.sim.checkers.saving(name)
             self.worker.tell(ev.SnapshotAsked(group, info))
             yield (group, "snapshot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,8 +40,14 @@ def handed() -> threading.Event:
     return threading.Event()
 
 
-def compressor_of(memory: GroupMemory, handed: threading.Event) -> Compressor:
-    return Compressor(memory, lambda _: handed.set(), lambda: list(OPTIONS), timeout_s=30.0)
+def compressor_of(
+    memory: GroupMemory, handed: threading.Event, failures: queue.Queue[Exception] | None = None
+) -> Compressor:
+    failed = failures if failures is not None else queue.Queue()
+    return Compressor(
+        memory, lambda *_: handed.set(), lambda: list(OPTIONS), lambda: 3, fail=failed.put,
+        timeout_s=30.0,
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["int8", "lion"])
@@ -103,6 +110,91 @@ def test_nan_is_named_or_looked_at_later(memory: GroupMemory, handed: threading.
     with pytest.raises(NonFiniteGradient, match="gradient of w"):
         compressor.settle([0], [], OPTIONS)
     assert compressor.settle([0], [], OPTIONS, empty=True)
+
+
+def held_back(memory: GroupMemory) -> threading.Lock:
+    """Return a lock that the compressing thread waits for."""
+    lock = memory.shards[0].lock
+    lock.acquire()
+    return lock
+
+
+def test_a_step_is_left_before_its_codes_are_made(
+    memory: GroupMemory, handed: threading.Event
+) -> None:
+    """What is said of its end is the thread's affair; the next step's codes are counted anew."""
+    compressor = compressor_of(memory, handed)
+    lock = held_back(memory)
+    memory.set_gradient(0, [torch.randn(LENGTH)])
+    compressor.submit([0])
+    assert compressor.leave([0], [], OPTIONS) == (0,)
+    compressor.end_step()
+    assert not handed.is_set()
+    lock.release()
+    assert handed.wait(30.0)
+    first = memory.shards[0].gradient[0]
+    memory.set_gradient(0, [torch.randn(LENGTH)])
+    compressor.settle([0], [], OPTIONS)
+    assert memory.shards[0].gradient[0] is not first
+    compressor.stop()
+
+
+def test_what_backward_did_not_hand_over_is_left_too(
+    memory: GroupMemory, handed: threading.Event
+) -> None:
+    compressor = compressor_of(memory, handed)
+    memory.set_gradient(0, [torch.randn(LENGTH)])
+    assert compressor.leave([0], [], OPTIONS) == (0,)
+    assert handed.wait(30.0)
+    assert compressor.leave([0], [], OPTIONS) == (), "it is made"
+    compressor.stop()
+
+
+@pytest.mark.parametrize(("present", "revised"), [([0], [0]), ([], [])])
+def test_a_code_that_does_not_count_is_not_left(
+    memory: GroupMemory, handed: threading.Event, present: list[int], revised: list[int]
+) -> None:
+    compressor = compressor_of(memory, handed)
+    memory.set_gradient(0, [torch.ones(LENGTH)])
+    compressor.submit([0])
+    assert handed.wait(30.0)
+    first = memory.shards[0].gradient[0]
+    memory.set_gradient(0, [-torch.ones(LENGTH)])
+    assert compressor.leave(present, revised, OPTIONS) == ()
+    assert (memory.shards[0].gradient[0] is first) == (not present)
+    compressor.stop()
+
+
+def test_nan_in_a_step_that_was_left_fails_the_job(
+    memory: GroupMemory, handed: threading.Event
+) -> None:
+    failures: queue.Queue[Exception] = queue.Queue()
+    compressor = compressor_of(memory, handed, failures)
+    lock = held_back(memory)
+    memory.set_gradient(0, [torch.full((LENGTH,), torch.nan)])
+    compressor.submit([0])
+    compressor.leave([0], [], OPTIONS)
+    lock.release()
+    error = failures.get(timeout=30.0)
+    assert isinstance(error, NonFiniteGradient) and "gradient of w" in error.message
+    assert not handed.is_set()
+    compressor.stop()
+
+
+def test_nan_is_no_failure_before_the_step_is_closed(
+    memory: GroupMemory, handed: threading.Event
+) -> None:
+    """The script may mend its gradient between backward and ``step()``."""
+    failures: queue.Queue[Exception] = queue.Queue()
+    compressor = compressor_of(memory, handed, failures)
+    memory.set_gradient(0, [torch.full((LENGTH,), torch.nan)])
+    compressor.submit([0])
+    with pytest.raises(NonFiniteGradient):
+        compressor.settle([0], [], OPTIONS)
+    memory.set_gradient(0, [torch.ones(LENGTH)])
+    assert compressor.leave([0], [], OPTIONS) == (0,)
+    assert handed.wait(30.0) and failures.empty()
+    compressor.stop()
 
 
 def test_other_threads_keep_their_number_of_threads(
