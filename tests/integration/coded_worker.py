@@ -142,9 +142,9 @@ class Twin:
             worker.encode([flat], code, options)
             self.server.add(code, total, first=not rank)
         self.server.update(total.div_(len(flats)), self.optimizer, [True], options)
-        for worker, flat in zip(self.workers, flats, strict=True):
+        for worker in self.workers:
             copy = self.held.clone()
-            worker.keep([flat])
+            worker.keep()
             worker.install(self.server.code, [copy], [True], options)
         self.held = copy
 

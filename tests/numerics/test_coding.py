@@ -118,7 +118,7 @@ class Job:
         mean = total_of(server, [codes[rank] for rank in sorted(codes)], segments, self.dtype)
         server.update(mean.div_(len(codes)), UNUSED, present, options)
         for rank, coders in enumerate(self.workers):
-            coders[shard].keep(self.given.get((rank, shard), ()))
+            coders[shard].keep()
             mine = self.views(self.copies[rank], segments)
             coders[shard].install(server.code, mine, present, options)
 

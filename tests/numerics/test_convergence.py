@@ -78,7 +78,7 @@ class Run:
         for step in steps:
             for rank, gradients in enumerate(self.gradients(step)):
                 workers[rank].encode(gradients, code, options)
-                workers[rank].keep(gradients)
+                workers[rank].keep()
                 server.add(code, total, first=rank == 0)
             server.update(total.div_(WORKERS), None, present, options)
             for worker in workers:

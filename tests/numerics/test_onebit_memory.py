@@ -15,7 +15,8 @@ from paradis.numerics.codecs.onebit import Blend, OneBit, pack_mask
 from paradis.numerics.codecs.onebit_adam import frozen_step, inverse_denominator
 from paradis.numerics.coding import State
 from paradis.numerics.elementwise import Options
-from paradis.numerics.onebit_coding import FrozenShard, OneBitAdamServer, OneBitAdamWorker
+from paradis.numerics.frozen_shard import FrozenShard
+from paradis.numerics.onebit_coding import OneBitAdamServer, OneBitAdamWorker
 
 OPTIONS: Options = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 LENGTHS = (4096, 1500)
@@ -71,7 +72,7 @@ class Pair:
         total, unused = torch.empty(COUNT), None
         self.server.add(code, total, first=True)
         self.server.update(total, unused, [True, True], OPTIONS)  # type: ignore[arg-type]
-        self.worker.keep(gradients)
+        self.worker.keep()
         self.worker.install(self.server.code, self.copies, [True, True], OPTIONS)
         assert all(map(same_bits, self.copies, self.values))
 
@@ -117,7 +118,7 @@ def test_encoding_changes_nothing_and_keep_everything() -> None:
     gradients = [draw(n, 3) for n in LENGTHS]
     pair.worker.encode(gradients, code, OPTIONS)
     assert all(map(same_bits, before, [t for ts in pair.worker.memories().values() for t in ts]))
-    pair.worker.keep(gradients)
+    pair.worker.keep()
     after = pair.worker.memories()["error"]
     assert not any(map(same_bits, before, after))
     with pytest.raises(AssertionError, match="settle or forget first"):

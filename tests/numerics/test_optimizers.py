@@ -100,7 +100,7 @@ class Pair:
         present = [g is not None for g in gradients]
         unused: Any = None
         self.server.update(total, unused, present, options)
-        self.worker.keep(gradients)
+        self.worker.keep()
         self.worker.install(self.server.code, self.copies, present, options)
 
     def check(self, owner: list[torch.nn.Parameter]) -> None:

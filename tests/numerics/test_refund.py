@@ -22,7 +22,7 @@ def begun(codec: str) -> tuple[WorkerCoder, torch.Tensor]:
     code = torch.empty(coder.code_bytes, dtype=torch.uint8)
     gradients = [torch.linspace(-1.0, 1.0, LENGTH)]
     coder.encode(gradients, code, OPTIONS)
-    coder.keep(gradients)
+    coder.keep()
     return coder, code
 
 

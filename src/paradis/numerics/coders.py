@@ -116,5 +116,5 @@ def _warm(codec: str) -> None:
         server.add(code, mean, first=True)
         server.add(code, mean, first=False)
         server.update(mean, optimizer, [True], options)
-        worker.keep(gradients)
+        worker.keep()
         worker.install(server.code, [torch.zeros(8)], [True], options)

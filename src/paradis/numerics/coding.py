@@ -74,8 +74,8 @@ class WorkerCoder(ABC):
 
         Args:
             gradients: per segment (length,) of the value's dtype, or None where the parameter has
-                none: its code is zero bytes, which decode as zeros, and its memory stays. `keep`
-                wants them again.
+                none: its code is zero bytes, which decode as zeros, and its memory stays. Borrowed
+                until `keep` or `forget`; must not change.
             code: (code_bytes,) uint8, written in place.
             options: hyper-parameters of this step.
 
@@ -101,13 +101,8 @@ class WorkerCoder(ABC):
         raise AssertionError(f"{type(self).__name__} carries nothing")  # pragma: no cover
 
     @abstractmethod
-    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        """The step of the last `encode` was applied: its memories count. `install` comes next.
-
-        Args:
-            gradients: those of the last `encode`, with the same numbers; not needed where nothing
-                was encoded.
-        """
+    def keep(self) -> None:
+        """The step of the last `encode` was applied: its memories count. `install` comes next."""
 
     @abstractmethod
     def forget(self) -> None:

@@ -100,7 +100,7 @@ class DeltaWorker(WorkerCoder):
                 torch.add(gradient, error, out=part)
                 self._taken[index] = None
 
-    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+    def keep(self) -> None:
         """The step counts; see `WorkerCoder.keep`."""
         for index in self._taken:
             self._errors[index] = self._spare[index] = None

@@ -26,7 +26,7 @@ from paradis.numerics.codecs.lion import code_bytes, encode_lion, lion_step
 from paradis.numerics.coding import ServerCoder, State, WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.finite import first_non_finite
-from paradis.numerics.onebit_coding import betas, check_memory, number
+from paradis.numerics.frozen_shard import betas, check_memory, number
 from paradis.numerics.shard_optimizer import ShardOptimizer
 
 _HEAD: Final = 1
@@ -91,7 +91,7 @@ class LionWorker(WorkerCoder):
             out[0] = 1
             self._noted[segment] = True
 
-    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
+    def keep(self) -> None:
         for segment, noted in enumerate(self._noted):
             if noted:
                 self._momenta[segment], self._next[segment] = (

@@ -18,18 +18,17 @@ Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, NoReturn, cast
+from typing import Final
 
 import torch
 
-from paradis.errors import ConfigError, LocalProtocolError, NonFiniteGradient, SnapshotCorrupt
-from paradis.numerics.codecs.freeze import freeze_variance
-from paradis.numerics.codecs.onebit import Blend, OneBit, pack_mask
-from paradis.numerics.codecs.onebit_adam import frozen_step, inverse_denominator, inverse_dtype
+from paradis.errors import ConfigError
+from paradis.numerics.codecs.codec import array
+from paradis.numerics.codecs.onebit import OneBit
 from paradis.numerics.coding import ServerCoder, State, WorkerCoder
 from paradis.numerics.elementwise import Options
+from paradis.numerics.frozen_shard import FrozenShard, betas
 from paradis.numerics.shard_optimizer import ShardOptimizer
 
 DEFAULT: Final = OneBit()
@@ -56,234 +55,6 @@ def onebit_codec(options: Options, dtype: torch.dtype = torch.float32) -> OneBit
                                                             dtype=dtype)  # fmt: skip
 
 
-def number(options: Options, key: str) -> float:
-    """Return a hyper-parameter that is one number."""
-    return float(cast(float, options[key]))
-
-
-def betas(options: Options) -> tuple[float, float]:
-    """Return Adam's or Lion's betas."""
-    first, second = cast(list[float], options["betas"])
-    return float(first), float(second)
-
-
-class FrozenShard:
-    """What worker and server of a shard keep alike: error memory, momentum, frozen variance.
-
-    Per element that is an error, an inverse denominator of two bytes, and a bit of momentum. A
-    momentum in numbers is held from the freeze (or a restore) until the first answer; then its
-    memory becomes that of the error, which is zero till then.
-
-    Args:
-        codec: gives blocks, norm and dtype.
-        lengths: elements of each segment.
-        error: name of the error memory among `memories`.
-
-    Attributes:
-        slices: place of each segment's code in the shard's.
-        code_bytes: bytes of the shard's code.
-        masks: per segment packed bits of the elements that have variance; None when all have.
-    """
-
-    def __init__(self, codec: OneBit, lengths: Sequence[int], error: str) -> None:
-        self.codec = codec
-        edges = [0, *itertools.accumulate(codec.encoded_bytes(n) for n in lengths)]
-        self.slices = [slice(a, b) for a, b in itertools.pairwise(edges)]
-        self.code_bytes = edges[-1]
-        self.masks: list[torch.Tensor | None] = [None] * len(lengths)
-        self._lengths = tuple(lengths)
-        self._error_name = error
-        self._errors: list[torch.Tensor | None] = [None] * len(lengths)  # None: zeros
-        self._noted: list[_Noted | None] = [None] * len(lengths)
-        self._momenta: list[torch.Tensor] = []  # numbers, or codes
-        self._inverses: list[torch.Tensor] = []
-
-    def begin(self, states: Sequence[State], options: Options) -> None:
-        """Freeze the variance of Adam's state; see `WorkerCoder.begin`."""
-        momenta, inverses = [], []
-        for length, (tensors, numbers) in zip(self._lengths, states, strict=True):
-            momentum = torch.zeros(length, dtype=self.codec.dtype)
-            inverse = torch.zeros(length, dtype=inverse_dtype(self.codec.dtype))
-            if tensors and numbers.get("step", 0.0) >= 1.0:
-                frozen, real = freeze_variance(
-                    tensors["exp_avg_sq"], int(numbers["step"]), betas(options)[1]
-                )
-                inverse = inverse_denominator(frozen, number(options, "eps"), real)
-                momentum.copy_(tensors["exp_avg"]).masked_fill_(~real, 0.0)
-            momenta.append(momentum)
-            inverses.append(inverse)
-        self._start(momenta, inverses)
-
-    def _start(self, momenta: list[torch.Tensor], inverses: list[torch.Tensor]) -> None:
-        flags = [inverse != 0.0 for inverse in inverses]
-        self.masks = [None if bool(real.all()) else pack_mask(real) for real in flags]
-        self._momenta, self._inverses = momenta, inverses
-        self._errors = [None] * len(self._lengths)
-        self.forget()
-
-    def encode(
-        self, segment: int, numbers: torch.Tensor, out: torch.Tensor, beta: float | None = None
-    ) -> None:
-        """Encode one segment, blended with the momentum if there is a beta.
-
-        Its error memory stays as it is until `settle`.
-
-        Raises:
-            NonFiniteGradient: see `OneBit.signs`; ``fields["segment"]`` says where. Nothing is
-                noted any more.
-        """
-        if not self._momenta:
-            self._refuse()
-        try:
-            scales = self.codec.signs(self._blend(segment, numbers, beta), out)
-        except NonFiniteGradient as error:
-            self.forget()
-            error.fields["segment"] = segment
-            raise
-        self._noted[segment] = _Noted(scales, beta)
-
-    def _blend(self, segment: int, numbers: torch.Tensor, beta: float | None) -> Blend:
-        momentum = None if beta is None else self._momenta[segment]
-        return Blend(numbers, self._errors[segment], momentum, beta or 0.0, self.masks[segment])
-
-    def _refuse(self) -> NoReturn:
-        raise LocalProtocolError(
-            "code refused: a shard of 1-bit Adam; expected begin() or load_memories() first, "
-            "got neither; its variance is not frozen yet"
-        )
-
-    def settle(self, numbers: Sequence[torch.Tensor | None]) -> None:
-        """The codes made by `encode` count: error memories become what they have left out.
-
-        `move` must come next: a momentum in numbers has given up its memory.
-
-        Args:
-            numbers: per segment what `encode` was given; of the others None or anything.
-        """
-        for segment, noted in enumerate(self._noted):
-            if noted is None:
-                continue
-            given = numbers[segment]
-            assert given is not None, f"segment {segment} was encoded"
-            target, momentum = self._errors[segment], self._momenta[segment]
-            if target is None:
-                packed = momentum.dtype == torch.uint8
-                target = torch.empty_like(given, dtype=self.codec.dtype) if packed else momentum
-            self.codec.leave(self._blend(segment, given, noted.beta), noted.scales, target)
-            self._errors[segment] = target
-        self.forget()
-
-    def forget(self) -> None:
-        """The codes made by `encode` do not count."""
-        self._noted = [None] * len(self._lengths)
-
-    def move(
-        self, code: torch.Tensor, values: Sequence[torch.Tensor], present: Sequence[bool],
-        options: Options,
-    ) -> None:  # fmt: skip
-        """Move the values along an answer, which is the momentum from then on.
-
-        Raises:
-            NonFiniteGradient: a scale of the code is not finite; ``fields["segment"]`` says where.
-                Segments before it have moved.
-        """
-        if not self._momenta and self._lengths:
-            self._refuse()
-        assert not any(self._noted), "settle or forget first"
-        lr, weight_decay = number(options, "lr"), number(options, "weight_decay")
-        for segment, place in enumerate(self.slices):
-            if not present[segment]:
-                continue
-            if self._momenta[segment].dtype != torch.uint8:
-                self._momenta[segment] = torch.empty_like(code[place])
-            self._momenta[segment].copy_(code[place])
-            frozen_step(
-                self.codec, self._momenta[segment], values[segment], self._inverses[segment],
-                lr=lr, weight_decay=weight_decay,
-            )  # fmt: skip
-
-    def start(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return momentum as numbers and inverse denominator; {} before `begin`."""
-        if not self._momenta:
-            return {}
-        every = range(len(self._lengths))
-        momenta = [self._momentum(segment) for segment in every]
-        return {"momentum": momenta, "inverse": self._inverses}
-
-    def _momentum(self, segment: int) -> torch.Tensor:
-        momentum = self._momenta[segment]
-        if momentum.dtype != torch.uint8:
-            return momentum
-        numbers = torch.empty(self._lengths[segment], dtype=self.codec.dtype)
-        self.codec.decode(momentum, numbers, self.masks[segment])
-        return numbers
-
-    def errors(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Return the error memory alone; {} before `begin`."""
-        if not self._momenta:
-            return {}
-        errors = zip(self._errors, self._lengths, strict=True)
-        return {self._error_name: [
-            torch.zeros(n, dtype=self.codec.dtype) if each is None else each for each, n in errors
-        ]}  # fmt: skip
-
-    def memories(self) -> Mapping[str, Sequence[torch.Tensor]]:
-        """Return error memory, momentum as numbers, inverse denominator; {} before `begin`."""
-        return {**self.errors(), **self.start()}
-
-    def load_memories(self, memories: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Take over memories, perhaps cut otherwise, or those of the other side of this shard.
-
-        Without an error memory of its own name it starts at zero. A momentum that an answer's code
-        says is kept as that code, if the cut is at its blocks.
-
-        Raises:
-            SnapshotCorrupt: names, lengths or dtypes are not those of this shard.
-        """
-        wanted = {"momentum", "inverse"}
-        if not wanted <= set(memories) <= wanted | {"error", "server_error"}:
-            raise SnapshotCorrupt(
-                f"memories refused: expected {sorted(wanted)} and perhaps {self._error_name}, got "
-                f"{sorted(memories)}; restore a checkpoint of OneBitAdam after its freeze"
-            )
-        kept = inverse_dtype(self.codec.dtype)
-        for name, tensors in memories.items():
-            dtypes = (self.codec.dtype, kept) if name == "inverse" else (self.codec.dtype,)
-            check_memory(name, tensors, self._lengths, *dtypes)
-        # A float32 inverse is of a checkpoint written before it was rounded.
-        inverses = [t.to(kept, copy=True) for t in memories["inverse"]]
-        self._start([t.clone() for t in memories["momentum"]], inverses)
-        for segment, momentum in enumerate(self._momenta):
-            code = self.codec.code_of_decoded(momentum, self.masks[segment])
-            self._momenta[segment] = momentum if code is None else code
-        for segment, error in enumerate(memories.get(self._error_name, ())):
-            if bool(error.any()):
-                self._errors[segment] = error.clone()
-
-
-class _Noted(NamedTuple):
-    """A code that was made and does not count yet: its scales, and the share of the momentum."""
-
-    scales: torch.Tensor
-    beta: float | None
-
-
-def check_memory(
-    name: str, tensors: Sequence[torch.Tensor], lengths: Sequence[int], *dtypes: torch.dtype
-) -> None:
-    """Refuse a memory that is not one flat tensor per segment, all of one of the dtypes.
-
-    Raises:
-        SnapshotCorrupt: a length or a dtype is another.
-    """
-    got = [(tuple(t.shape), t.dtype) for t in tensors]
-    if got not in [[((length,), dtype) for length in lengths] for dtype in dtypes]:
-        raise SnapshotCorrupt(
-            f"memories refused: {name}; expected tensors of {' or '.join(map(str, dtypes))} with "
-            f"{list(lengths)} elements, got {got}; cut them as this shard is cut"
-        )
-
-
 class OneBitAdamWorker(WorkerCoder):
     """1-bit Adam on a worker; memories ``error``, ``momentum``, ``inverse``.
 
@@ -308,15 +79,16 @@ class OneBitAdamWorker(WorkerCoder):
     ) -> None:
         self._shard.forget()
         beta = betas(options)[0]
+        out = array(code, "code", self.code_bytes, torch.uint8)
         for segment, gradient in enumerate(gradients):
-            out = code[self._shard.slices[segment]]
+            place = self._shard.slices[segment]
             if gradient is None:
-                out.zero_()
+                out[place] = 0
             else:
-                self._shard.encode(segment, gradient, out, beta)
+                self._shard.encode(segment, gradient, out[place], beta)
 
-    def keep(self, gradients: Sequence[torch.Tensor | None] = ()) -> None:
-        self._shard.settle(gradients)
+    def keep(self) -> None:
+        self._shard.settle()
 
     def forget(self) -> None:
         self._shard.forget()
@@ -361,21 +133,23 @@ class OneBitAdamServer(ServerCoder):
         self._shard.begin(states, options)
 
     def add(self, code: torch.Tensor, total: torch.Tensor, *, first: bool) -> None:
-        codec, shard = self._shard.codec, self._shard
-        for span, place, mask in zip(self._spans, shard.slices, shard.masks, strict=True):
-            (codec.decode if first else codec.decode_add)(code[place], total[span], mask)
+        shard = self._shard
+        given = array(code, "code", shard.code_bytes, torch.uint8)
+        numbers = array(total, "sum", total.numel(), shard.codec.dtype)
+        for segment, (span, place) in enumerate(zip(self._spans, shard.slices, strict=True)):
+            shard.codec.take(given[place], numbers[span], shard.mask(segment), add=not first)
 
     def update(
         self, mean: torch.Tensor, optimizer: ShardOptimizer, present: Sequence[bool],
         options: Options,
     ) -> None:  # fmt: skip
-        shard = self._shard
+        shard, out = self._shard, self.code.numpy()
         for segment, (span, place) in enumerate(zip(self._spans, shard.slices, strict=True)):
             if present[segment]:
-                shard.encode(segment, mean[span], self.code[place])
+                shard.encode(segment, mean[span], out[place])
             else:
-                self.code[place].zero_()
-        shard.settle([mean[span] for span in self._spans])
+                out[place] = 0
+        shard.settle()
         shard.move(self.code, self._values, present, options)
 
     def start(self) -> Mapping[str, Sequence[torch.Tensor]]:

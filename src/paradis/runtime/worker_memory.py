@@ -41,6 +41,7 @@ class ShardMemory:
         flats: per segment the gradient of the whole tensor; kept until the update is in.
         landing: memory for a value that is not to be seen yet, or None where there is none.
         landed: it holds the next value.
+        pieces: per segment the value; empty: not looked at since `bind`.
     """
 
     plan: ShardPlan
@@ -55,12 +56,14 @@ class ShardMemory:
     flats: tuple[torch.Tensor | None, ...] = ()
     landing: memoryview | None = None
     landed: bool = False
+    pieces: tuple[torch.Tensor, ...] = ()
 
     def bind(self) -> None:
         """Make the value's views anew from the tensors' memory."""
         size = self.tensors[0].dtype.itemsize if self.tensors else 1
         self.value = self.assemble([t.bytes for t in self.tensors], size)
         self.staged = any(t.staged for t in self.tensors)
+        self.pieces = ()
 
     def assemble(self, sources: list[memoryview], size: int) -> list[memoryview]:
         """Cut whole tensors' bytes to this shard's segments, with padding between.
@@ -119,13 +122,13 @@ class ShardMemory:
         if empty:
             self.coder.forget()
             made.zero_()
-        else:
+        elif coded:
             with self.lock:
-                if coded:
-                    self.coder.encode(self._gradients(), made, options)
-                else:
-                    parts = [made[s.start : s.start + s.length] for s in self.plan.segments]
-                    self.coder.encode_in_full(self._gradients(), parts)
+                self.coder.encode(self._gradients(), made, options)
+        else:
+            parts = [made[s.start : s.start + s.length] for s in self.plan.segments]
+            with self.lock:
+                self.coder.encode_in_full(self._gradients(), parts)
         self.gradient = [as_bytes(made)]
 
     def _gradients(self) -> list[torch.Tensor | None]:
@@ -143,13 +146,14 @@ class ShardMemory:
             options: hyper-parameters of the step.
         """
         assert self.coder is not None
-        values = [
-            t.flat[s.offset : s.offset + s.length]
-            for t, s in zip(self.tensors, self.plan.segments, strict=True)
-        ]
+        if not self.pieces:
+            self.pieces = tuple(
+                t.flat[s.offset : s.offset + s.length]
+                for t, s in zip(self.tensors, self.plan.segments, strict=True)
+            )
         with self.lock:
-            self.coder.keep(self._gradients())
-            self.coder.install(code, values, present, options)
+            self.coder.keep()
+            self.coder.install(code, self.pieces, present, options)
 
     def let_go(self) -> None:
         """The gradient is not needed any more: whether its memory goes is the script's affair."""
@@ -319,9 +323,8 @@ class GroupMemory:
     def receiving(self, shard: int) -> list[memoryview]:
         """Return the memory that a shard's next value is received into."""
         memory = self.shards[shard]
-        if self.landing and memory.landing is not None:
-            return [memory.landing]
-        return memory.value
+        landing = memory.landing if self.landing else None
+        return memory.value if landing is None else [landing]
 
     def take_landed(self) -> None:
         """Bring what has landed into the parameters, on the script's thread."""

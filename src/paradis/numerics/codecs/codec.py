@@ -101,13 +101,13 @@ def array(tensor: torch.Tensor, what: str, length: int, *dtypes: torch.dtype) ->
             ``length`` elements long.
     """
     fits = tensor.shape == (length,) and tensor.dtype in dtypes and tensor.is_contiguous()
-    if not fits or tensor.device.type != "cpu":
+    if not fits or not tensor.is_cpu:
         raise LocalProtocolError(
             f"codec call refused: {what}; expected ({length},) of {' or '.join(map(str, dtypes))}, "
             f"contiguous, on the CPU; got {tuple(tensor.shape)} {tensor.dtype}, strides "
             f"{tensor.stride()}, {tensor.device}; pass flat tensors of one shard"
         )
-    values = tensor.detach()
+    values = tensor.detach() if tensor.requires_grad else tensor
     if values.dtype == torch.bfloat16:
         return values.view(torch.uint16).numpy()
     return values.numpy()
@@ -163,13 +163,17 @@ def split_code(code: torch.Tensor, blocks: int, dtype: torch.dtype) -> tuple[Arr
     everything = code.detach().numpy()
     scales = everything[:size].copy().view(NUMPY_OF[dtype])
     if not np.isfinite(scales).all():
-        block = int(np.isfinite(scales).argmin())
-        raise NonFiniteGradient(
-            f"decoding refused: block {block} has the scale {scales[block]}; expected a finite "
-            "one; do not apply this code",
-            block=block,
-        )
+        raise scale_refusal(scales, int(np.isfinite(scales).argmin()))
     return scales, everything[size:]
+
+
+def scale_refusal(scales: Array, block: int) -> NonFiniteGradient:
+    """Return the error for a code whose block has a scale that is not finite."""
+    return NonFiniteGradient(
+        f"decoding refused: block {block} has the scale {scales[block]}; expected a finite one; "
+        "do not apply this code",
+        block=block,
+    )
 
 
 def refusal(start: int, inputs: dict[str, torch.Tensor]) -> NonFiniteGradient:

@@ -22,8 +22,17 @@ from paradis.numerics.codecs.run_kernels import (
 )
 
 
+@inlined
+def _unfinished(scales: Array) -> int:
+    """Return the first scale that is not finite, or -1."""
+    for index in range(scales.size):
+        if not np.isfinite(scales[index]):
+            return index
+    return -1
+
+
 @compiled
-def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, adding: bool) -> None:
+def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, adding: bool) -> int:
     """Write or add the decoded signs.
 
     Args:
@@ -33,9 +42,15 @@ def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, ad
         mask: bits, 1 = real element, or absent; others are decoded as 0.
         total: (N,) T; written in place.
         adding: whether to add instead of replacing.
+
+    Returns:
+        -1, or the first block whose scale is not finite; then nothing is written.
     """
     bits, scales = borrowed(bits), borrowed(scales)
     mask, total = borrowed(mask), borrowed(total)
+    bad = _unfinished(scales)
+    if bad >= 0:
+        return bad
     c = np.empty(RUN, total.dtype)
     for index in range(scales.size):
         start, stop = index * block, min(index * block + block, total.size)
@@ -52,6 +67,7 @@ def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, ad
                 clear_masked(one, at, mask)
                 for k in range(target.size):
                     target[k] += one[k]
+    return -1
 
 
 @compiled
@@ -100,7 +116,7 @@ def _inverse(inverse: Any, at: int, n: int, room: Array) -> Array:
 
 
 @compiled
-def step(bits: Array, scales: Array, block: int, value: Array, inverse: Any, rates: Any) -> None:
+def step(bits: Array, scales: Array, block: int, value: Array, inverse: Any, rates: Any) -> int:
     """Move values along decoded signs, see `_move`.
 
     Args:
@@ -110,9 +126,15 @@ def step(bits: Array, scales: Array, block: int, value: Array, inverse: Any, rat
         value: (N,) T; updated in place.
         inverse: (N,) T and (N,) bfloat16 as uint16, one of them absent, or both for 1.
         rates: (learning rate, weight decay), of T.
+
+    Returns:
+        -1, or the first block whose scale is not finite; then nothing has moved.
     """
     bits, scales, value = borrowed(bits), borrowed(scales), borrowed(value)
     inverses = (borrowed(inverse[0]), borrowed(inverse[1]))
+    bad = _unfinished(scales)
+    if bad >= 0:
+        return bad
     m, room = np.empty(RUN, value.dtype), np.empty(RUN, value.dtype)
     rate, decay = rates
     for index in range(scales.size):
@@ -121,6 +143,7 @@ def step(bits: Array, scales: Array, block: int, value: Array, inverse: Any, rat
             x = value[at : min(at + RUN, stop)]
             spread(m[: x.size], at, bits, scales[index])
             _move(x, m, _inverse(inverses, at, x.size, room), rate, decay)
+    return -1
 
 
 @compiled

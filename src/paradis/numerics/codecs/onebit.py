@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final, Literal
 import numpy as np
 import torch
 
-from paradis.errors import ConfigError, LocalProtocolError
+from paradis.errors import ConfigError, LocalProtocolError, NonFiniteGradient
 from paradis.numerics.codecs.codec import (
     NUMPY_OF,
     Array,
@@ -32,6 +32,7 @@ from paradis.numerics.codecs.codec import (
     gradient_arrays,
     memory_array,
     refusal,
+    scale_refusal,
     split_code,
 )
 from paradis.numerics.codecs.kernels import kernels
@@ -40,6 +41,10 @@ BLOCK_ELEMENTS: Final = 1024
 """With it a shard of 4096 elements, the least worth compressing, and 120 bytes of headers take 25
 times fewer bytes than in float32, and large ones 31 times; with 256 it would be 24.6 and 28.4. The
 gain in error of smaller blocks is below what training shows."""
+
+Sources = tuple[Array, Array, Array, Array, Array, Array]
+"""What is encoded, as kernels take it: gradient, or gradient in bfloat16; momentum in numbers, or
+its bits and scales; error. Absent ones have no elements."""
 
 _ABSENT_BITS: Final = np.empty(0, np.uint8)
 
@@ -139,23 +144,38 @@ class OneBit(Codec):
         """
         length = blend.numbers.numel()
         code = array(out, "code", self.encoded_bytes(length), torch.uint8)
-        module = kernels("sign")
-        scales = np.empty(self._scale_count(length), NUMPY_OF[self.dtype])
-        bad = module.encode(
-            self._sources(blend),
-            self._factors(blend),
-            (self.block_of(length), self.norm == "l2"),
-            mask_bits(blend.mask, length),
-            (scales, code[scales.nbytes :]),
-            np.empty(module.SCRATCH, NUMPY_OF[self.dtype]),
-        )
+        mask = mask_bits(blend.mask, length)
+        scales, bad = self.write_signs(self._sources(blend), blend.beta, mask, code)
         if bad >= 0:
-            inputs = {"gradient": blend.numbers}
-            if blend.error is not None:
-                inputs["error memory"] = blend.error
-            raise refusal(bad * self.block_of(length), inputs)
-        code[: scales.nbytes] = scales.view(np.uint8)
+            raise self.refused(bad, blend.numbers, blend.error)
         return torch.from_numpy(scales)
+
+    def write_signs(
+        self, sources: Sources, beta: float, mask: Array, code: Array
+    ) -> tuple[Array, int]:
+        """Do what `signs` does, on arrays that fit: nothing is checked.
+
+        Returns:
+            (scales, -1), or the first block that is not finite; then the code is undefined.
+        """
+        length = sources[0].size + sources[1].size
+        kind, module = NUMPY_OF[self.dtype], kernels("sign")
+        scales = np.empty(self._scale_count(length), kind)
+        bad = module.encode(
+            sources, self._factors(beta), (self.block_of(length), self.norm == "l2"), mask,
+            (scales, code[scales.nbytes :]), np.empty(module.SCRATCH, kind),
+        )  # fmt: skip
+        code[: scales.nbytes] = scales.view(np.uint8)
+        return scales, bad
+
+    def refused(
+        self, bad: int, numbers: torch.Tensor, error: torch.Tensor | None
+    ) -> NonFiniteGradient:
+        """Return the error for a block that `write_signs` has found not finite."""
+        inputs = {"gradient": numbers}
+        if error is not None:
+            inputs["error memory"] = error
+        return refusal(bad * self.block_of(numbers.numel()), inputs)
 
     def leave(self, blend: Blend, scales: torch.Tensor, target: torch.Tensor | None) -> None:
         """Write what a code leaves of a blend: the next error memory.
@@ -170,24 +190,27 @@ class OneBit(Codec):
             LocalProtocolError: as in `Codec.encode`.
         """
         length = blend.numbers.numel()
+        self.write_left(
+            self._sources(blend), blend.beta, mask_bits(blend.mask, length),
+            array(scales, "scales", self._scale_count(length), self.dtype),
+            memory_array(target, length, self.dtype),
+        )  # fmt: skip
+
+    def write_left(
+        self, sources: Sources, beta: float, mask: Array, scales: Array, target: Array
+    ) -> None:
+        """Do what `leave` does, on arrays that fit: nothing is checked."""
         module = kernels("sign")
         module.leave(
-            self._sources(blend),
-            self._factors(blend),
-            self.block_of(length),
-            mask_bits(blend.mask, length),
-            (
-                array(scales, "scales", self._scale_count(length), self.dtype),
-                memory_array(target, length, self.dtype),
-            ),
+            sources, self._factors(beta), self.block_of(target.size), mask, (scales, target),
             np.empty(module.SCRATCH, NUMPY_OF[self.dtype]),
-        )
+        )  # fmt: skip
 
-    def _factors(self, blend: Blend) -> tuple[Any, Any]:
+    def _factors(self, beta: float) -> tuple[Any, Any]:
         kind = NUMPY_OF[self.dtype].type
-        return kind(blend.beta), kind(1.0 - blend.beta)
+        return kind(beta), kind(1.0 - beta)
 
-    def _sources(self, blend: Blend) -> tuple[Array, ...]:
+    def _sources(self, blend: Blend) -> Sources:
         """Return a blend as kernels take it: gradient, momentum and error, absent ones empty."""
         length, momentum = blend.numbers.numel(), blend.momentum
         absent = np.empty(0, NUMPY_OF[self.dtype])
@@ -216,10 +239,17 @@ class OneBit(Codec):
     ) -> None:
         length = target.numel()
         total = array(target, "numbers", length, self.dtype)
-        scales, bits = self.parts(code, length)
-        kernels("decode").decode(
-            bits, scales, self.block_of(length), mask_bits(mask, length), total, add
-        )
+        array(code, "code", self.encoded_bytes(length), torch.uint8)
+        self.take(code.numpy(), total, mask_bits(mask, length), add=add)
+
+    def take(self, code: Array, total: Array, mask: Array, *, add: bool) -> None:
+        """Do what `decode` or `decode_add` does, on arrays that fit: only scales are checked."""
+        size = self._scale_count(total.size) * self.dtype.itemsize
+        scales = code[:size].copy().view(NUMPY_OF[self.dtype])  # aligned
+        block = self.block_of(total.size)
+        bad = kernels("decode").decode(code[size:], scales, block, mask, total, add)
+        if bad >= 0:
+            raise scale_refusal(scales, bad)
 
     def parts(self, code: torch.Tensor, length: int) -> tuple[Array, Array]:
         """Return the scales, copied, and the bits of a code, as kernels take them.
