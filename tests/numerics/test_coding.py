@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from paradis.errors import LocalProtocolError, NonFiniteGradient, SnapshotCorrupt
 from paradis.numerics.codecs import OneBit
+from paradis.numerics.coders import server_coder, worker_coder
 from paradis.numerics.coding import ServerCoder, State, WorkerCoder
 from paradis.numerics.elementwise import Options
 from paradis.numerics.lion_coding import LionServer, LionWorker
@@ -257,6 +258,38 @@ def test_order_of_arrival_and_cuts_at_blocks_change_no_bit(kind: str) -> None:
             job.check_copies()
     for job in jobs[1:]:
         assert all(same_bits(a, b) for a, b in zip(job.values, jobs[0].values, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["onebit", "lion", "int8", "bf16"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_the_mean_in_one_pass_is_that_of_codes_added_one_by_one(
+    kind: str, workers: int, absent: int
+) -> None:
+    """With masked elements, with a worker that has no gradient, and with one who sends nothing."""
+    spans, total = [(0, 448), (448, 37)], 512
+    values = [torch.zeros(n) for _, n in spans]
+    server = server_coder(kind, total, spans, values, [0, 0])
+    lengths = [n for _, n in spans]
+    states = [({"exp_avg": gaussian(n, 5, torch.float32),
+                "exp_avg_sq": gaussian(n, 6, torch.float32).relu()}, {"step": 9.0})
+              for n in lengths]  # fmt: skip
+    server.begin(states, OPTIONS)
+    codes = []
+    for rank in range(workers):
+        coder = worker_coder(kind, lengths)
+        coder.load_memories(server.start() or coder.memories())
+        given: list[torch.Tensor | None] = [gaussian(n, rank, torch.float32) for n in lengths]
+        if rank == workers - 1:
+            given[1] = None
+        codes.append(torch.empty(coder.code_bytes, dtype=torch.uint8))
+        coder.encode(given, codes[-1], OPTIONS)
+    expected, got = torch.zeros(total), torch.zeros(total)
+    for place, code in enumerate(codes):
+        server.add(code, expected, first=not place)
+    expected.div_(workers + absent)
+    server.mean(codes, got, workers + absent)
+    assert same_bits(expected, got)
 
 
 def test_elements_without_variance_move_by_weight_decay_alone() -> None:

@@ -143,9 +143,11 @@ class ServerCoder(ABC):
 
     Attributes:
         code: (code_bytes,) uint8, the answer of the last `update`; lent until the next one.
+        refuses: `update` refuses a mean that is not finite by itself, and has changed nothing then.
     """
 
     code: torch.Tensor
+    refuses = False
 
     def begin(self, states: Sequence[State], options: Options) -> None:  # noqa: B027
         """Take over what codes start from; see `WorkerCoder.begin`."""
@@ -159,6 +161,18 @@ class ServerCoder(ABC):
             total: (length of the shard,) of the value's dtype; padding is left alone.
             first: write instead of adding.
         """
+
+    def mean(self, codes: Sequence[torch.Tensor], total: torch.Tensor, divisor: int) -> None:
+        """Decode workers' codes into their sum over a divisor, added in the order given.
+
+        Args:
+            codes: one or more, as of `add`.
+            total: as of `add`, written; padding must be finite.
+            divisor: number of workers, also of those without a code.
+        """
+        for place, code in enumerate(codes):
+            self.add(code, total, first=not place)
+        total.div_(divisor)
 
     @abstractmethod
     def update(
@@ -174,7 +188,7 @@ class ServerCoder(ABC):
             options: hyper-parameters of this step.
 
         Raises:
-            NonFiniteGradient: the mean holds NaN or infinity.
+            NonFiniteGradient: the mean holds NaN or infinity, where it ``refuses`` that.
         """
 
     def start(self) -> Mapping[str, Sequence[torch.Tensor]]:

@@ -118,6 +118,8 @@ class OneBitAdamServer(ServerCoder):
         codec: of `onebit_codec`, the same on worker and server.
     """
 
+    refuses = True
+
     def __init__(
         self,
         spans: Sequence[tuple[int, int]],
@@ -138,6 +140,19 @@ class OneBitAdamServer(ServerCoder):
         numbers = array(total, "sum", total.numel(), shard.codec.dtype)
         for segment, (span, place) in enumerate(zip(self._spans, shard.slices, strict=True)):
             shard.codec.take(given[place], numbers[span], shard.mask(segment), add=not first)
+
+    def mean(self, codes: Sequence[torch.Tensor], total: torch.Tensor, divisor: int) -> None:
+        """Decode codes into their mean, in one pass over memory where all workers sent one."""
+        if divisor != len(codes):
+            super().mean(codes, total, divisor)
+            return
+        shard = self._shard
+        given = [array(code, "code", shard.code_bytes, torch.uint8) for code in codes]
+        numbers = array(total, "mean", total.numel(), shard.codec.dtype)
+        for segment, (span, place) in enumerate(zip(self._spans, shard.slices, strict=True)):
+            shard.codec.take_mean(
+                [code[place] for code in given], numbers[span], shard.mask(segment)
+            )
 
     def update(
         self, mean: torch.Tensor, optimizer: ShardOptimizer, present: Sequence[bool],

@@ -194,7 +194,8 @@ class ServerNode(SummingNode):
             self.tracer.updating(effect, total.numel())
 
         def job() -> ev.Event:
-            if effect.check:  # here and not with the sum: the optimizer reads it next anyway
+            # Here and not with the sum: the optimizer reads it next anyway.
+            if effect.check and not (effect.coded and self.store.refuses(effect.shard)):
                 bad = first_non_finite(total.view(self._dtypes[effect.shard]))
                 if bad is not None:
                     return ev.Applied(effect.shard, effect.step, bad)

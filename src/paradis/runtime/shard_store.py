@@ -104,6 +104,11 @@ class ShardStore:
         if held.coder is not None:
             held.coder.replaced()  # workers get the values
 
+    def refuses(self, shard: int) -> bool:
+        """Whether a coded `apply` refuses a gradient that is not finite by itself."""
+        coder = self.shards[shard].coder
+        return coder is not None and coder.refuses
+
     def value_bytes(self, shard: int) -> memoryview:
         """Return the bytes of the value of a shard that workers hold, lent."""
         held = self.shards[shard]
@@ -132,8 +137,12 @@ class ShardStore:
         numbers = total.view(held.value.dtype)
         if sum(s.length for s in held.plan.segments) < numbers.numel():
             numbers.zero_()  # padding is part of what norms are taken of
-        part = torch.zeros_like(numbers) if len(groups) > 1 else numbers
-        for index, group in enumerate(each for each in groups if each):
+        used = [group for group in groups if group]
+        if len(used) == 1:
+            coder.mean(used[0], numbers, divisor)
+            return
+        part = torch.zeros_like(numbers)
+        for index, group in enumerate(used):
             target = part if index else numbers
             for place, code in enumerate(group):
                 coder.add(code, target, first=not place)

@@ -71,7 +71,7 @@ def decode(bits: Array, scales: Array, block: int, mask: Array, total: Array, ad
 
 
 @compiled
-def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> None:
+def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> int:
     """Write the mean of W decoded codes, added in the order of their rows, then divided.
 
     Args:
@@ -80,9 +80,15 @@ def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> N
         block: elements of a block.
         mask: bits, 1 = real element, or absent.
         total: (N,) T; overwritten.
+
+    Returns:
+        -1, or the first row with a scale that is not finite; then nothing is written.
     """
     bits, scales = borrowed(bits), borrowed(scales)
     mask, total = borrowed(mask), borrowed(total)
+    for worker in range(scales.shape[0]):
+        if _unfinished(scales[worker]) >= 0:
+            return worker
     workers = total.dtype.type(bits.shape[0])
     for index in range(scales.shape[1]):
         start, stop = index * block, min(index * block + block, total.size)
@@ -94,6 +100,7 @@ def mean(bits: Array, scales: Array, block: int, mask: Array, total: Array) -> N
             for k in range(target.size):
                 target[k] /= workers
             clear_masked(target, at, mask)
+    return -1
 
 
 @inlined

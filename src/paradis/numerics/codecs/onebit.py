@@ -319,10 +319,18 @@ class OneBit(Codec):
             )
         length = out.numel()
         total = array(out, "mean", length, self.dtype)
-        parts = [self.parts(code, length) for code in codes]
-        scales = np.stack([scale for scale, _ in parts])
-        bits = np.stack([bit for _, bit in parts])
-        kernels("decode").mean(bits, scales, self.block_of(length), mask_bits(mask, length), total)
+        size = self.encoded_bytes(length)
+        given = [array(code, "code", size, torch.uint8) for code in codes]
+        self.take_mean(given, total, mask_bits(mask, length))
+
+    def take_mean(self, codes: Sequence[Array], total: Array, mask: Array) -> None:
+        """Do what `mean` does, on arrays that fit: only scales are checked."""
+        size = self._scale_count(total.size) * self.dtype.itemsize
+        scales = np.stack([code[:size] for code in codes]).view(NUMPY_OF[self.dtype])
+        bits = np.stack([code[size:] for code in codes])
+        worker = kernels("decode").mean(bits, scales, self.block_of(total.size), mask, total)
+        if worker >= 0:
+            raise scale_refusal(scales[worker], int(np.isfinite(scales[worker]).argmin()))
 
 
 def pack_mask(real: torch.Tensor) -> torch.Tensor:
