@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from preloaded import Job, Preloaded, preloaded, start_job
+
+import paradis
+import paradis.optim
+from paradis.errors import ConfigError
 
 SCRIPT = Path(__file__).with_name("coded_worker.py")
 SMALL = {
@@ -58,6 +63,23 @@ def test_racks(start_job: Start, tmp_path: Path, way: str) -> None:
     settings = settings_of(way) | {"communication.rack_aggregation": "on"}
     start_job(SCRIPT, str(tmp_path), way, "8", settings=settings, **counts).succeed()
     results(tmp_path, 2)
+
+
+def test_one_scale_per_tensor_needs_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(300, 300, bias=False)
+
+    def wrap() -> None:
+        try:
+            paradis.wrap(model, paradis.optim.OneBitAdam(model.parameters(), scale="l2"))
+        finally:
+            paradis.close()
+
+    monkeypatch.setenv("PARADIS_COMMUNICATION_SHARD_SIZE", "256KiB")
+    monkeypatch.setenv("PARADIS_COMMUNICATION_BUCKET_SIZE", "256KiB")
+    with pytest.raises(ConfigError, match="expected weight in one piece.* 360000 bytes or more"):
+        wrap()
+    monkeypatch.setenv("PARADIS_COMMUNICATION_SHARD_SIZE", "360000")
+    wrap()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -295,8 +295,8 @@ class Binding:
         request = self.codes.describe(request)
         self._parts += 1
         timeout_s = self.session.settings.join_timeout_s + _MARGIN_S
-        plan = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s).plan
-        assert plan is not None
+        asked = self.ask("plan", ev.RegisterAsked(request), timeout_s=timeout_s)
+        plan = self.codes.checked(asked.plan)
         self.mode = plan.mode
         self.memory.add(plan.shards)
         # Codes of updates are received beside the parameters.

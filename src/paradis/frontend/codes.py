@@ -19,7 +19,7 @@ from paradis.runtime.shard_store import split_sections
 from paradis.runtime.worker_memory import ShardMemory, own_key
 from paradis.storage.checkpoint import PieceReader
 from paradis.storage.manifest import group_directory, read_manifest, resolve
-from paradis.wire.messages import Options, Register
+from paradis.wire.messages import Options, Plan, Register
 
 if TYPE_CHECKING:
     from paradis.frontend.binding import Binding
@@ -90,6 +90,28 @@ class Codes:
                 "add_param_group refused: OneBitAdam has frozen its variance, and new parameters "
                 "have none; add them before the freeze, or wrap them in an optimizer of their own"
             )
+
+    def checked(self, plan: Plan | None) -> Plan:
+        """Return a plan if its shards are what codes are for.
+
+        Raises:
+            ConfigError: a tensor is cut, and each is to have one scale (``scale="l2"``).
+        """
+        assert plan is not None
+        pieces: dict[int, int] = {}
+        for shard in plan.shards:
+            for segment in shard.segments if shard.codec == "onebit-tensor" else ():
+                pieces[segment.parameter] = pieces.get(segment.parameter, 0) + 1
+        for parameter, count in pieces.items():
+            if count > 1:
+                bound = self._binding.memory.tensors[parameter]
+                raise ConfigError(
+                    f'paradis.wrap refused: OneBitAdam(scale="l2") has one scale per tensor; '
+                    f"expected {bound.name} in one piece, got {count}; set "
+                    f"communication.shard_size to {bound.tensor.numel() * 4} bytes or more, or use "
+                    'scale="l1"'
+                )
+        return plan
 
     def _benefit(self) -> str:
         """Return what an earlier run has found of the same codes, ``on`` or ``off``, or nothing."""
