@@ -76,9 +76,9 @@ def test_one_scale_per_tensor_needs_whole_tensors(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("PARADIS_COMMUNICATION_SHARD_SIZE", "256KiB")
     monkeypatch.setenv("PARADIS_COMMUNICATION_BUCKET_SIZE", "256KiB")
-    with pytest.raises(ConfigError, match="expected weight in one piece.* 360000 bytes or more"):
+    with pytest.raises(ConfigError, match="expected weight in one piece.* to 352KiB or more"):
         wrap()
-    monkeypatch.setenv("PARADIS_COMMUNICATION_SHARD_SIZE", "360000")
+    monkeypatch.setenv("PARADIS_COMMUNICATION_SHARD_SIZE", "352KiB")
     wrap()
 
 

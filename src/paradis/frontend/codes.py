@@ -105,11 +105,11 @@ class Codes:
         for parameter, count in pieces.items():
             if count > 1:
                 bound = self._binding.memory.tensors[parameter]
+                needed = -(-bound.tensor.numel() * bound.dtype.itemsize // 1024)
                 raise ConfigError(
                     f'paradis.wrap refused: OneBitAdam(scale="l2") has one scale per tensor; '
                     f"expected {bound.name} in one piece, got {count}; set "
-                    f"communication.shard_size to {bound.tensor.numel() * 4} bytes or more, or use "
-                    'scale="l1"'
+                    f'communication.shard_size to {needed}KiB or more, or use scale="l1"'
                 )
         return plan
 
