@@ -145,7 +145,8 @@ class Compressor:
             if not revised and all(shard in counted for shard in made):
                 missing = [s for s in present if s not in made and self._memory.codes(s)]
                 self._left = self._step()
-                self._add(missing, options)
+                if missing:
+                    self._add(missing, options)
                 return (*coming, *missing)
         self.settle(present, revised, options)
         return ()

@@ -150,6 +150,13 @@ def test_what_backward_did_not_hand_over_is_left_too(
     compressor.stop()
 
 
+def test_a_job_without_codes_has_no_thread_for_them(handed: threading.Event) -> None:
+    compressor = compressor_of(memory_of(""), handed)
+    before = threading.active_count()
+    assert compressor.leave([0], [], OPTIONS) == ()
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize(("present", "revised"), [([0], [0]), ([], [])])
 def test_a_code_that_does_not_count_is_not_left(
     memory: GroupMemory, handed: threading.Event, present: list[int], revised: list[int]
