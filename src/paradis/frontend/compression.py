@@ -187,7 +187,7 @@ class Compressor:
             current = shard in self._coded and shard not in changed and not empty
             if current or not self._memory.codes(shard):
                 continue
-            job = _Job(shard, -1, options, self._coded)
+            job = _Job(shard, self._step(), options, self._coded)
             try:
                 self._encode(job, empty=empty)
             except NonFiniteGradient as error:

@@ -12,18 +12,16 @@ from typing import Final, NamedTuple, NoReturn, cast
 import numpy as np
 import torch
 
-from paradis.errors import LocalProtocolError, SnapshotCorrupt
+from paradis.errors import LocalProtocolError, NonFiniteGradient, SnapshotCorrupt
 from paradis.numerics.codecs.codec import (
     NUMPY_OF,
     Array,
     array,
     gradient_arrays,
-    scale_refusal,
 )
 from paradis.numerics.codecs.freeze import freeze_variance
-from paradis.numerics.codecs.kernels import kernels
 from paradis.numerics.codecs.onebit import OneBit, Sources, pack_mask
-from paradis.numerics.codecs.onebit_adam import inverse_denominator, inverse_dtype
+from paradis.numerics.codecs.onebit_adam import inverse_denominator, inverse_dtype, move
 from paradis.numerics.coding import State
 from paradis.numerics.elementwise import Options
 
@@ -111,7 +109,7 @@ class FrozenShard:
         numbers, code, scales, bits = nothing, _NO_BYTES, nothing, _NO_BYTES
         if momentum.dtype == torch.uint8:
             code = momentum.numpy()
-            size = self.codec.encoded_bytes(length) - (length + 7) // 8
+            size = self.codec.scale_bytes(length)
             scales, bits = code[:size].view(NUMPY_OF[dtype]), code[size:]
         else:
             numbers = momentum.numpy()
@@ -138,9 +136,8 @@ class FrozenShard:
         """
         if not self._momenta:
             self._refuse()
-        own, given = self._look(segment), gradient_arrays(numbers, self.codec.dtype)
-        if given[0].size + given[1].size != self._lengths[segment]:
-            array(numbers, "gradient", self._lengths[segment])  # refuses it
+        own = self._look(segment)
+        given = gradient_arrays(numbers, self.codec.dtype, self._lengths[segment])
         if beta is None:
             sources = (*given, self._nothing, _NO_BYTES, self._nothing, own.error)
         else:
@@ -196,7 +193,6 @@ class FrozenShard:
         assert not any(self._noted), "settle or forget first"
         kind = NUMPY_OF[self.codec.dtype].type
         rates = kind(number(options, "lr")), kind(number(options, "weight_decay"))
-        step = kernels("decode").step
         everything = array(code, "code", self.code_bytes, torch.uint8)
         for segment, (place, length) in enumerate(zip(self.slices, self._lengths, strict=True)):
             if not present[segment]:
@@ -207,11 +203,11 @@ class FrozenShard:
             own, value = self._look(segment), values[segment]
             own.code[:] = everything[place]
             x = array(value, "value", length, self.codec.dtype)
-            bad = step(own.bits, own.scales, self.codec.block_of(length), x, own.inverse, rates)
-            if bad >= 0:
-                error = scale_refusal(own.scales, bad)
+            try:
+                move(self.codec, own.bits, own.scales, x, own.inverse, rates)
+            except NonFiniteGradient as error:
                 error.fields["segment"] = segment
-                raise error
+                raise
 
     def start(self) -> dict[str, Sequence[torch.Tensor]]:
         """Return momentum as numbers and inverse denominator; {} before `begin`."""

@@ -113,15 +113,18 @@ def array(tensor: torch.Tensor, what: str, length: int, *dtypes: torch.dtype) ->
     return values.numpy()
 
 
-def gradient_arrays(value: torch.Tensor, dtype: torch.dtype) -> tuple[Array, Array]:
+def gradient_arrays(
+    value: torch.Tensor, dtype: torch.dtype, length: int | None = None
+) -> tuple[Array, Array]:
     """Return a gradient as kernels take it: (in the codec's dtype, as bfloat16 bits).
 
-    One of the two is empty.
+    One of the two is empty. Without a length any is right.
 
     Raises:
         LocalProtocolError: as `array`.
     """
-    values = array(value, "gradient", value.numel(), dtype, torch.bfloat16)
+    wanted = value.numel() if length is None else length
+    values = array(value, "gradient", wanted, dtype, torch.bfloat16)
     absent = np.empty(0, np.uint16 if value.dtype == dtype else NUMPY_OF[dtype])
     return (values, absent) if value.dtype == dtype else (absent, values)
 

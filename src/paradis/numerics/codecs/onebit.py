@@ -102,7 +102,11 @@ class OneBit(Codec):
         return length if self.block_elements is None else self.block_elements
 
     def encoded_bytes(self, length: int) -> int:
-        return self._scale_count(length) * self.dtype.itemsize + (length + 7) // 8
+        return self.scale_bytes(length) + (length + 7) // 8
+
+    def scale_bytes(self, length: int) -> int:
+        """Return how many bytes of a code are scales; they come first."""
+        return self._scale_count(length) * self.dtype.itemsize
 
     def _scale_count(self, length: int) -> int:
         return block_count(length, self.block_of(length))
@@ -239,12 +243,12 @@ class OneBit(Codec):
     ) -> None:
         length = target.numel()
         total = array(target, "numbers", length, self.dtype)
-        array(code, "code", self.encoded_bytes(length), torch.uint8)
-        self.take(code.numpy(), total, mask_bits(mask, length), add=add)
+        given = array(code, "code", self.encoded_bytes(length), torch.uint8)
+        self.take(given, total, mask_bits(mask, length), add=add)
 
     def take(self, code: Array, total: Array, mask: Array, *, add: bool) -> None:
         """Do what `decode` or `decode_add` does, on arrays that fit: only scales are checked."""
-        size = self._scale_count(total.size) * self.dtype.itemsize
+        size = self.scale_bytes(total.size)
         scales = code[:size].copy().view(NUMPY_OF[self.dtype])  # aligned
         block = self.block_of(total.size)
         bad = kernels("decode").decode(code[size:], scales, block, mask, total, add)
@@ -325,7 +329,7 @@ class OneBit(Codec):
 
     def take_mean(self, codes: Sequence[Array], total: Array, mask: Array) -> None:
         """Do what `mean` does, on arrays that fit: only scales are checked."""
-        size = self._scale_count(total.size) * self.dtype.itemsize
+        size = self.scale_bytes(total.size)
         scales = np.stack([code[:size] for code in codes]).view(NUMPY_OF[self.dtype])
         bits = np.stack([code[size:] for code in codes])
         worker = kernels("decode").mean(bits, scales, self.block_of(total.size), mask, total)

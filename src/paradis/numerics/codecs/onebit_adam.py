@@ -14,10 +14,19 @@ then `OneBit.encode` with the server's memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paradis.errors import LocalProtocolError
-from paradis.numerics.codecs.codec import NUMPY_OF, array, gradient_arrays, memory_array
+from paradis.numerics.codecs.codec import (
+    NUMPY_OF,
+    Array,
+    array,
+    gradient_arrays,
+    memory_array,
+    scale_refusal,
+)
 from paradis.numerics.codecs.kernels import kernels
 from paradis.numerics.codecs.onebit import Blend, OneBit
 
@@ -88,6 +97,16 @@ def inverse_denominator(
     return inverse.to(inverse_dtype(variance.dtype))
 
 
+def move(
+    codec: OneBit, bits: Array, scales: Array, x: Array, inverse: tuple[Array, Array],
+    rates: tuple[Any, Any],
+) -> None:  # fmt: skip
+    """Do what `frozen_step` does along a code, on arrays that fit: only scales are checked."""
+    bad = kernels("decode").step(bits, scales, codec.block_of(x.size), x, inverse, rates)
+    if bad >= 0:
+        raise scale_refusal(scales, bad)
+
+
 def frozen_step(
     codec: OneBit,
     momentum: torch.Tensor,
@@ -124,8 +143,10 @@ def frozen_step(
     kind = NUMPY_OF[codec.dtype].type
     rates = (kind(lr), kind(weight_decay))
     if momentum.dtype == torch.uint8:
-        scales, bits = codec.parts(momentum, length)
-        kernels("decode").step(bits, scales, codec.block_of(length), x, scale, rates)
+        code = array(momentum, "code", codec.encoded_bytes(length), torch.uint8)
+        size = codec.scale_bytes(length)
+        aligned = code[:size].copy().view(NUMPY_OF[codec.dtype])
+        move(codec, code[size:], aligned, x, scale, rates)
     else:
         m = array(momentum, "momentum", length, codec.dtype)
         kernels("decode").step_dense(m, x, scale, rates)
