@@ -12,6 +12,8 @@ from paradis.core.codes import (
     choose_codec,
     code_bytes,
     first_coded_step,
+    needs_all_codes,
+    pieces_of_whole,
 )
 from paradis.core.layout import LayoutConfig, ParameterInfo, build
 from paradis.errors import ConfigError
@@ -81,3 +83,18 @@ def test_first_coded_step() -> None:
     assert first_coded_step(100, done=30, frozen=False) == 70
     assert first_coded_step(100, done=100, frozen=False) == 0
     assert first_coded_step(100, done=150, frozen=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "backup", "all_needed"),
+    [("sync", 0, True), ("sync", 1, False), ("ssp", 0, False), ("async", 0, False)],
+)
+def test_a_worker_commits_before_its_codes_are_made_only_where_all_are_needed(
+    mode: str, backup: int, all_needed: bool
+) -> None:
+    assert needs_all_codes(mode=mode, backup_workers=backup) == all_needed
+
+
+def test_a_tensor_with_one_scale_must_be_whole() -> None:
+    shards = [("onebit-tensor", [0, 1]), ("onebit-tensor", [1]), ("onebit", [2]), ("onebit", [2])]
+    assert pieces_of_whole(shards) == {1: 2}

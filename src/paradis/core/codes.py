@@ -9,7 +9,7 @@ what the codecs of `paradis.numerics.codecs` really write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -43,6 +43,27 @@ NUMBERS: Final[Mapping[str, int]] = {
     "": 0, "bf16": 1, "int8": 2, "onebit": 3, "onebit-tensor": 4, "lion": 5,
 }  # fmt: skip
 """Number on the wire of each codec; never given to another one. Empty: in full."""
+
+
+def needs_all_codes(*, mode: str, backup_workers: int) -> bool:
+    """Whether a committed step ends only with the gradients of all workers.
+
+    Then a worker may commit before its codes are made: they are waited for, not left out.
+    """
+    return mode == "sync" and not backup_workers
+
+
+def pieces_of_whole(shards: Iterable[tuple[str, Sequence[int]]]) -> dict[int, int]:
+    """Return parameter -> pieces, of those that must be whole and are cut: one scale per tensor.
+
+    Args:
+        shards: of each its codec, and the parameter of each of its segments.
+    """
+    pieces: dict[int, int] = {}
+    for codec, parameters in shards:
+        for parameter in parameters if codec == "onebit-tensor" else ():
+            pieces[parameter] = pieces.get(parameter, 0) + 1
+    return {parameter: count for parameter, count in pieces.items() if count > 1}
 
 
 def code_bytes(codec: str, length: int) -> int:

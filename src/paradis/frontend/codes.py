@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from paradis.core.codes import CodedSteps, first_coded_step
+from paradis.core.codes import CodedSteps, first_coded_step, pieces_of_whole
 from paradis.errors import ConfigError
 from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
@@ -98,19 +98,15 @@ class Codes:
             ConfigError: a tensor is cut, and each is to have one scale (``scale="l2"``).
         """
         assert plan is not None
-        pieces: dict[int, int] = {}
-        for shard in plan.shards:
-            for segment in shard.segments if shard.codec == "onebit-tensor" else ():
-                pieces[segment.parameter] = pieces.get(segment.parameter, 0) + 1
-        for parameter, count in pieces.items():
-            if count > 1:
-                bound = self._binding.memory.tensors[parameter]
-                needed = -(-bound.tensor.numel() * bound.dtype.itemsize // 1024)
-                raise ConfigError(
-                    f'paradis.wrap refused: OneBitAdam(scale="l2") has one scale per tensor; '
-                    f"expected {bound.name} in one piece, got {count}; set "
-                    f'communication.shard_size to {needed}KiB or more, or use scale="l1"'
-                )
+        cut = pieces_of_whole((s.codec, [p.parameter for p in s.segments]) for s in plan.shards)
+        for parameter, count in cut.items():
+            bound = self._binding.memory.tensors[parameter]
+            needed = -(-bound.tensor.numel() * bound.dtype.itemsize // 1024)
+            raise ConfigError(
+                f'paradis.wrap refused: OneBitAdam(scale="l2") has one scale per tensor; expected '
+                f"{bound.name} in one piece, got {count}; set communication.shard_size to "
+                f'{needed}KiB or more, or use scale="l1"'
+            )
         return plan
 
     def _benefit(self) -> str:

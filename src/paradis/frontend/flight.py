@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paradis.core.codes import needs_all_codes
 from paradis.errors import ConfigError
 from paradis.frontend.collector import Collector
 from paradis.frontend.delay import CAVEAT, Delay
@@ -59,10 +60,10 @@ class Flight:
         """Whether the parameters lack the update of a step that is on its way."""
         return self._delay.pending
 
-    @property
-    def leaves(self) -> bool:
-        """Whether codes may be made after ``step()``: the step is left, and waits for all codes."""
-        return self._mode == "layerwise" and not self._backup_workers
+    def leaves(self, mode: str) -> bool:
+        """Whether codes may be made after ``step()``, in a group of a mode (``sync``, say)."""
+        backup = self._backup_workers
+        return self._mode == "layerwise" and needs_all_codes(mode=mode, backup_workers=backup)
 
     def delays(self, step: int) -> bool:
         """Whether the gradient of a step, counted from 0 over all runs, is handed over late."""

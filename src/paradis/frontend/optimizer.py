@@ -85,7 +85,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             overflow, scaled=grad_scaler is not None, unchanged=late
         )
         compressor = binding.compressor
-        leaves = not (here or binding.clocked) and binding.flight.leaves
+        leaves = not here and binding.flight.leaves(binding.mode)
         if not leaves:
             compressor.settle(present, revised, commit.options, empty=overflow)
         order = binding.order_to_tell()

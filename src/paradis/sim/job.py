@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paradis.core.codes import needs_all_codes
+
 MS = 1_000_000
 """Nanoseconds of a millisecond of virtual time."""
 
@@ -180,10 +182,9 @@ class Job:
         """Return the mode in which a model is trained."""
         return self.modes[group] if self.modes else self.mode
 
-    @property
-    def certain(self) -> bool:
-        """Whether a step that is committed needs the gradients of all workers."""
-        return self.mode == "sync" and not (self.modes or self.backup)
+    def needs_all(self, group: int) -> bool:
+        """Whether a committed step of a model ends only with all gradients."""
+        return needs_all_codes(mode=self.mode_of(group), backup_workers=self.backup)
 
     @property
     def clean(self) -> bool:

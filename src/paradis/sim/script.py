@@ -332,7 +332,7 @@ class Script:
         )  # fmt: skip
         self.worker.closing = record
         step = self.worker.role.groups[group].step
-        late = mine.late(present, handed, self.chance) if self.job.certain else ()
+        late = mine.late(present, handed, self.chance) if self.job.needs_all(group) else ()
         self.worker.tell(ev.StepClosed(group, commit, present, revised, late))
         for shard in late:
             yield self.think()
