@@ -12,6 +12,7 @@ import pytest
 
 from paradis.core.codes import CodedSteps
 from paradis.roles import events as ev
+from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.roles.worker import WorkerRole
 from paradis.wire import messages as msg
@@ -100,6 +101,31 @@ def end_not_told(patch: Patch) -> None:
         return real(self, event, now_ns)
 
     patch.setattr(WorkerRole, "handle", handle)
+
+
+def bundled_backwards(patch: Patch) -> None:
+    """A rack agent puts codes one after the other in another order than that of the sum."""
+    real = RackAgentRole.sum_if_complete
+
+    def sum_if_complete(self: RackAgentRole, group: Any, shard: Any, tree: Any, divisor: int) -> Any:
+        backwards = self.coded(group, shard)
+        tree = tuple(ranks[::-1] for ranks in tree) if backwards else tree
+        return real(self, group, shard, tree, divisor)
+
+    patch.setattr(RackAgentRole, "sum_if_complete", sum_if_complete)
+
+
+def agent_is_deaf(patch: Patch) -> None:
+    """A rack agent does not hear how steps travel, neither with updates nor from pushes."""
+    patch.setattr(RackAgentRole, "_follow_codes", lambda self, push: None)
+    real = RackAgentRole._on_update
+
+    def on_update(self: RackAgentRole, event: Any, update: msg.Update) -> None:
+        fields = {name: getattr(update, name) for name in update.__struct_fields__}
+        update = msg.Update(**{**fields, "coded_from": -1, "coded_until": -1})
+        real(self, event, update)
+
+    patch.setattr(RackAgentRole, "_on_update", on_update)
 
 
 Planted = tuple[str, Callable[[Patch], None], str, str, tuple[int, ...]]

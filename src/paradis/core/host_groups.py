@@ -23,7 +23,9 @@ Differs from both: the unit is the shard, summed in one fixed order, not a slice
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from paradis.core.tree import Tree, rack_group
 from paradis.ids import NodeId, dispatcher_id, worker_id
@@ -92,6 +94,8 @@ class Routes:
 
     def __init__(self) -> None:
         self._racks: dict[int, int] = {}
+        self._workers: dict[int, int] = {}
+        self._bundles: dict[int, int] = {}
         self._groups: tuple[tuple[int, ...], ...] = ()
         self._places: dict[int, dict[int, int]] = {}
         self._parts: list[dict[int, int]] = []
@@ -100,18 +104,21 @@ class Routes:
     def follow(self, racks: Mapping[int, int], groups: Iterable[tuple[int, ...]]) -> None:
         """A view came: rank -> dispatcher of its rack agent, and the host groups."""
         self._racks = dict(racks)
+        self._workers = dict(Counter(racks.values()))
         self._groups = tuple(groups)
         self._known = {}
         for sizes in self._parts:
             self._share(sizes)
 
-    def add(self, sizes: dict[int, int]) -> None:
+    def add(self, sizes: dict[int, int], bundles: Mapping[int, int] = MappingProxyType({})) -> None:
         """A plan came.
 
         Args:
-            sizes: shard -> bytes of all its shards that gradients are pushed for, in admission
-                order, those on other servers too.
+            sizes: shard -> bytes of all its shards that a host may sum, in admission order, those
+                on other servers too.
+            bundles: shard -> workers of the largest rack whose agent takes it; others: of any.
         """
+        self._bundles.update(bundles)
         self._parts.append(sizes)
         self._known = {}
         self._share(sizes)
@@ -127,10 +134,14 @@ class Routes:
 
     def of(self, shard: int) -> dict[int, int]:
         """Return rank -> route, for ranks that have one."""
-        if not self._groups:
+        largest = self._bundles.get(shard)
+        if not self._groups and largest is None:
             return self._racks
         if shard not in self._known:
-            routes = dict(self._racks)
+            routes = {
+                rank: agent for rank, agent in self._racks.items()
+                if largest is None or self._workers[agent] <= largest
+            }  # fmt: skip
             for group in self._groups:
                 place = self._places[len(group)].get(shard)
                 if place is not None:

@@ -146,9 +146,8 @@ class HeldGroup:
         """All shards have the version ``step``."""
         self.step = step
         self.unfinished = 0
-        coded = self.coded_at(step)
+        self.resize()
         for shard in self.shards.values():
-            shard.nbytes = push_bytes(shard.plan, coded=coded)
             if shard.passive:
                 shard.version = step
             self.unfinished += shard.version == step and not shard.passive
@@ -161,6 +160,12 @@ class HeldGroup:
         self.squares = {}
         if self.quorum is not None:
             self.quorum.next_step()
+
+    def resize(self) -> None:
+        """Take note of how large the step's gradients are."""
+        coded = self.coded_at(self.step)
+        for shard in self.shards.values():
+            shard.nbytes = push_bytes(shard.plan, coded=coded)
 
     def said(self, rank: int) -> msg.StepCommit | None:
         """Return what the rank last said that counts, by a commit or a norm request."""

@@ -4,17 +4,22 @@ It executes one group of the canonical tree and never shapes it, so the bits are
 pushes. Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If
 it dies they push directly, and the servers refuse its sums for that step.
 
+In a step that travels as codes the "sum" is the workers' codes, one after the other in summing
+order: servers decode them, and one frame and one acknowledgement cross the rack's link for all.
+
 Invariant: a sum is sent only with the exact (rank, revision) list it was made of.
 """
 
 from __future__ import annotations
 
+from paradis.core.codes import NUMBERS, CodedSteps
 from paradis.core.flow import Outbox
 from paradis.ids import NodeId, index_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.held import HeldGroup, HeldShard
 from paradis.roles.receiver import Receiver
+from paradis.roles.worker_state import largest_bundle, push_bytes
 from paradis.wire import messages as msg
 
 
@@ -91,9 +96,9 @@ class RackAgentRole(Receiver):
             self._heal("")
 
     def _on_plan(self, plan: msg.Plan) -> None:
-        if self.adopt_plan(
-            plan, [s for s in plan.shards if not s.is_buffer and s.length and not s.codec]
-        ):
+        workers = len(self._ranks())
+        mine = [s for s in plan.shards if not s.is_buffer and s.length]
+        if self.adopt_plan(plan, [s for s in mine if workers <= largest_bundle(s)]):
             group = self.groups[plan.group]
             for shard in group.shards.values():
                 self._next_version(group, shard, plan.step)
@@ -109,8 +114,7 @@ class RackAgentRole(Receiver):
         return len(self._ranks())
 
     def _ranks(self) -> tuple[int, ...]:
-        assert self.view is not None
-        for agent, ranks in self.view.racks.values():
+        for agent, ranks in self.view.racks.values() if self.view is not None else ():
             if agent == self.node:
                 return ranks
         return ()
@@ -121,6 +125,7 @@ class RackAgentRole(Receiver):
         message = event.message
         match message:
             case msg.Push():
+                self._follow_codes(message)
                 self._fast_forward(message)
                 self.on_push(event, message)
             case msg.Commit() | msg.NormRequest():
@@ -138,6 +143,30 @@ class RackAgentRole(Receiver):
             case _:
                 self._drop(event)
         self._arm(now_ns)
+
+    def _follow_codes(self, push: msg.Push) -> None:
+        """Learn from a push whether its step travels as codes: workers know before they push.
+
+        The updates that said so may have been lost on the way here, or their payload had no room.
+        """
+        group, shard = self._by_shard.get(push.shard, (None, None))
+        if group is None or shard is None or self.view is None or not shard.plan.codec:
+            return
+        coded, step = push.codec > 0, push.step
+        if push.generation != self.view.generation or step < group.step:
+            return
+        if group.coded_at(step) != coded:
+            known = group.coded_steps
+            group.coded_steps = known.later(CodedSteps(step) if coded else CodedSteps(-1, step))
+            if step == group.step:
+                group.resize()
+
+    def payload_bytes(self, shard_id: int, *, codec: int, codes: int) -> int:
+        """Return the bytes a push must have: as it says that it travels (see `_follow_codes`)."""
+        found = self._by_shard.get(shard_id)
+        if found is None or (codec and NUMBERS[found[1].plan.codec] != codec):
+            return -1
+        return push_bytes(found[1].plan, coded=codec > 0)
 
     def _fast_forward(self, message: msg.DataMessage) -> None:
         """A push or commit of a later step proves that the earlier one is finished."""
@@ -194,7 +223,7 @@ class RackAgentRole(Receiver):
         server = shard.plan.server
         key = (server, group.index)
         if key not in self._boxes:
-            largest = max(s.nbytes for s in group.shards.values())
+            largest = max(self._sum_bytes(group, s) for s in group.shards.values())
             self._boxes[key] = Outbox(quota=self.quota_bytes, reserve=largest)
             self._begin_box(group, self._boxes[key], server)
         return self._boxes[key]
@@ -204,13 +233,18 @@ class RackAgentRole(Receiver):
     ) -> None:
         shards = [s for s in group.shards.values() if s.plan.server == server]
         shards.sort(key=lambda s: (s.plan.priority, s.plan.shard))
-        box.grow(max((s.nbytes for s in shards), default=0))
-        box.begin({s.plan.shard: s.nbytes for s in shards}, keep_lane=keep_lane)
+        sizes = {s.plan.shard: self._sum_bytes(group, s) for s in shards}
+        box.grow(max(sizes.values(), default=0))
+        box.begin(sizes, keep_lane=keep_lane)
         for shard in shards:
             if shard.sent is not None and shard.version == group.step:
                 box.settle(shard.plan.shard)
                 if shard.plan.shard not in box.holding and self._unacked(shard):
                     box.lane_add(shard.plan.shard, shard.plan.priority)
+
+    def _sum_bytes(self, group: HeldGroup, shard: HeldShard) -> int:
+        """Return the bytes that the shard takes at its server: the codes of all its workers."""
+        return shard.nbytes * (len(self._ranks()) if self.coded(group, shard) else 1)
 
     def _pump(self, server: str, group: HeldGroup, box: Outbox) -> None:
         if server not in self._up:
@@ -227,13 +261,17 @@ class RackAgentRole(Receiver):
 
         Its revision is the number of the sum, so that an answer to an earlier sum is known.
         """
-        if shard.collection.summed is None or self.view is None:
+        summed = shard.collection.summed
+        if summed is None or self.view is None:
             return False
+        coded = self.coded(group, shard)
         push = msg.RackPush(
             generation=self.view.generation, group=group.index, shard=shard.plan.shard,
             step=shard.version, version=shard.version, worker=self.index,
             incarnation=self.incarnation, revision=shard.ticket,
-            included=tuple(shard.collection.summed.items()),
+            codec=NUMBERS[shard.plan.codec] if coded else 0,
+            sequence=len(summed) if coded else 0,
+            included=tuple((rank, summed[rank]) for rank in self._ranks() if rank in summed),
         )  # fmt: skip
         self._send(shard.plan.server, push, fx.Sum(shard.plan.shard))
         return True
@@ -279,6 +317,8 @@ class RackAgentRole(Receiver):
             self._drop(event)
             return
         group, shard = found
+        told = CodedSteps(update.coded_from, update.coded_until)
+        group.coded_steps = group.coded_steps.later(told)
         payload = fx.Lease(event.lease) if event.lease else None
         members = self.members(group)
         for rank in self._ranks():

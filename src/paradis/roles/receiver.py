@@ -16,7 +16,7 @@ from paradis.ids import LEADER, NodeId, index_of, role_of, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.held import HeldGroup, HeldShard
-from paradis.roles.worker_state import push_bytes, shard_sizes
+from paradis.roles.worker_state import largest_bundle, push_bytes, shard_sizes
 from paradis.wire import messages as msg
 
 
@@ -76,8 +76,8 @@ class Receiver:
         return self._restricted[1]
 
     def routes_of(self, shard: HeldShard) -> Mapping[int, int]:
-        """Return rank -> route of a shard: codes cannot be summed on the way, so they have none."""
-        return {} if shard.plan.codec else self.routes.of(shard.plan.shard)
+        """Return rank -> route of a shard."""
+        return self.routes.of(shard.plan.shard)
 
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
@@ -131,8 +131,9 @@ class Receiver:
             ranks, rack = dict(push.included), push.worker
             if role_of(event.source) == "worker":
                 rack = host_route(push.worker)
+        nbytes = shard.nbytes * (push.codes if isinstance(push, msg.RackPush) else 1)
         added = shard.collection.add(
-            ranks, lease=event.lease, nbytes=shard.nbytes, rack=rack, tag=push.revision,
+            ranks, lease=event.lease, nbytes=nbytes, rack=rack, tag=push.revision,
             rack_of=self.routes_of(shard) if self._serves_racks else None,
         )  # fmt: skip
         self._release_all(group, shard, added.dropped)
@@ -144,7 +145,7 @@ class Receiver:
         else:
             if added.outcome == "void" and not shard.collection.summing:
                 self._out.append(fx.ReleaseSum(push.shard))
-            now = ledger.on_stored(push.shard, push.revision, shard.nbytes)
+            now = ledger.on_stored(push.shard, push.revision, nbytes)
             self._ack(event.source, push, credit=now)
         self._ask(group, shard, added.ask)
         if added.outcome != "held" or not self._waits_for_more(group, shard):
@@ -297,10 +298,17 @@ class Receiver:
             return  # a server's sum waits for the commits; a rack agent sends its own on
         self.advance(group, shard)
 
-    def size_of(self, shard_id: int) -> int:
-        """Return the bytes a push of this shard must have, -1 for a shard that is not held."""
+    def payload_bytes(self, shard_id: int, *, codec: int, codes: int) -> int:
+        """Return the bytes a push must have; -1: the step does not travel so, or has no such shard.
+
+        Args:
+            codec: number of the codec that the push names, 0 for none.
+            codes: how many codes it says it has.
+        """
         found = self._by_shard.get(shard_id)
-        return -1 if found is None else found[1].nbytes
+        if found is None or self.coded(*found) != bool(codec):
+            return -1
+        return found[1].nbytes * codes
 
     @staticmethod
     def coded(group: HeldGroup, shard: HeldShard) -> bool:
@@ -388,7 +396,8 @@ class Receiver:
             shard = HeldShard(shard_plan, plan.step)
             group.shards[shard_plan.shard] = shard
             self._by_shard[shard_plan.shard] = (group, shard)
-        self.routes.add(shard_sizes(plan))
+        bundles = {s.shard: largest_bundle(s) for s in plan.shards if s.codec}
+        self.routes.add(shard_sizes(plan), bundles)
         group.next_step(plan.step)
         for (_, index), ledger in self._ledgers.items():
             if index == plan.group:

@@ -18,7 +18,13 @@ from paradis.roles import events as ev
 from paradis.roles.worker_quorum import WorkerQuorum
 from paradis.roles.worker_reading import WorkerReading
 from paradis.roles.worker_sharing import WorkerSharing
-from paradis.roles.worker_state import Group, Shard, WorkerConfig, choosing_server
+from paradis.roles.worker_state import (
+    Group,
+    Shard,
+    WorkerConfig,
+    choosing_server,
+    largest_bundle,
+)
 from paradis.wire import messages as msg
 
 
@@ -197,13 +203,14 @@ class WorkerRole(WorkerSharing, WorkerReading, WorkerQuorum):
         group.step = plan.step
         group.clocked = plan.mode != "sync"
         agent = "" if group.clocked else self._agent()
+        workers = self._rack_size(agent)
         if not plan.part:
             group.coded_steps = CodedSteps(plan.coded_from, plan.coded_until)
             if plan.window_steps:
                 group.meter = StepMeter(plan.settle_steps, plan.window_steps)
             group.backup, group.chooser = plan.backup, choosing_server(plan)
         for shard in plan.shards:
-            through = agent and not shard.is_buffer and not shard.codec
+            through = agent and not shard.is_buffer and workers <= largest_bundle(shard)
             group.shards[shard.shard] = Shard(shard, agent if through else shard.server)
             group.shards[shard.shard].version = plan.step
         group.resize()

@@ -87,6 +87,11 @@ class WorkerPushes:
                     return agent
         return ""
 
+    def _rack_size(self, agent: str) -> int:
+        """Return how many workers a rack agent serves."""
+        assert self.view is not None
+        return sum(len(ranks) for name, ranks in self.view.racks.values() if name == agent)
+
     def _reroute(self) -> None:
         """Leave out an agent that is no longer ours."""
         agent = self._agent()

@@ -19,6 +19,10 @@ Assignment = tuple[tuple[str, ...], tuple[str, ...], dict[int, dict[str, float]]
 """Keys, dtypes and scalars of values to send to the server."""
 
 
+RACK_WORKERS_MAX = 1 << 20
+"""More than any rack has."""
+
+
 SUM_TAG = 0xFFFF
 """Stands for the revision where the sum of a host is pushed: no script changes a gradient so often
 in one step."""
@@ -42,9 +46,19 @@ def choosing_server(plan: Plan) -> str:
     return min(shards, key=lambda s: s.shard).server if shards else ""
 
 
+def largest_bundle(plan: ShardPlan) -> int:
+    """Return how many workers may stand in a rack whose agent takes the shard's gradients.
+
+    Their codes are sent on together, so at most as many as have no more bytes than a sum in full.
+    """
+    if not plan.codec:
+        return RACK_WORKERS_MAX
+    return push_bytes(plan, coded=False) // max(1, plan.code_bytes)
+
+
 def shard_sizes(plan: Plan) -> dict[int, int]:
     """Return shard -> bytes, in admission order, of the shards whose gradients may be summed on
-    the way: codes cannot."""
+    a host: codes cannot."""
     shards = (s for s in plan.shards if not s.is_buffer and s.length and not s.codec)
     ordered = sorted(shards, key=lambda s: (s.priority, s.shard))
     return {s.shard: push_bytes(s, coded=False) for s in ordered}

@@ -36,7 +36,8 @@ class SummingNode(Node):
         assert isinstance(role, Receiver)
         shard = -1
         if header.kind in _PUSHES:
-            wanted = role.size_of(header.fields[2])
+            codes = max(1, header.sequence) if header.kind == RackPush.KIND else 1
+            wanted = role.payload_bytes(header.fields[2], codec=header.codec, codes=codes)
             if wanted != header.payload_bytes:  # another plan, or of a step in another code
                 return self.arena.scratch(header.payload_bytes)
             if not role.collecting(header.fields[2]):
@@ -94,6 +95,29 @@ class AgentNode(SummingNode):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._dtypes = {}
+
+    def carry_own(self, effect: fx.Effect) -> None:
+        """Carry out what a rack agent's role asks for."""
+        if isinstance(effect, fx.Reduce) and effect.coded:
+            self._bundle(effect)
+        else:
+            super().carry_own(effect)
+
+    def _bundle(self, effect: fx.Reduce) -> None:
+        """Put the workers' codes one after the other, in summing order."""
+        flat = [lease for group in effect.sources for lease in group]
+        codes = [self.arena.bytes_of(lease) for lease in flat]
+        size = sum(code.numel() for code in codes)
+        target = self.arena.sum_target(effect.shard, flat, size)
+        if self.tracer is not None:
+            self.tracer.summing(effect, size)
+
+        def job() -> ev.Event:
+            if codes[0] is not target:  # the only one may lie there already
+                torch.cat(codes, out=target)
+            return ev.Reduced(effect.shard, effect.ticket)
+
+        self.run_job(f"bundling codes of shard {effect.shard}", job, nbytes=size)
 
 
 class ServerNode(SummingNode):
@@ -176,9 +200,12 @@ class ServerNode(SummingNode):
 
     def _sum_codes(self, effect: fx.Reduce) -> None:
         flat = [lease for group in effect.sources for lease in group]
-        size = self.store.shards[effect.shard].value.nbytes
+        held = self.store.shards[effect.shard]
+        size, each = held.value.nbytes, held.plan.code_bytes
         target = self.arena.sum_target(effect.shard, flat, size)
-        groups = [[self.arena.bytes_of(x) for x in g] for g in effect.sources]
+        # A rack agent sends its workers' codes one after the other.
+        sent = [[self.arena.bytes_of(x).view(-1, each) for x in g] for g in effect.sources]
+        groups = [[code for codes in g for code in codes.unbind()] for g in sent]
         if self.tracer is not None:
             self.tracer.summing(effect, sum(c.numel() for g in groups for c in g))
 

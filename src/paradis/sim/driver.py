@@ -109,7 +109,7 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
-        compression = "bf16" if job.coded else "none"
+        compression = "int8" if job.coded else "none"
         settings = replace(
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
             backup_workers=job.backup,

@@ -54,7 +54,8 @@ class Memory:
         number = self._next
         self._next += 1
         own = self.accumulators.get(accumulator_of)
-        if own is not None and not own.lease and not own.summed:
+        fits = own is not None and own.data.numel() == data.numel()
+        if own is not None and fits and not own.lease and not own.summed:
             own.data.copy_(data)
             own.lease = number
             self.leases[number] = Lease(own.data, story, accumulator_of=accumulator_of)
@@ -85,8 +86,8 @@ class Memory:
         """Give a shard its accumulator."""
         self.accumulators[shard] = Accumulator(data, {})
 
-    def sum_target(self, shard: int, sources: Iterable[int]) -> Accumulator:
-        """Return the accumulator and keep it until `release_sum`.
+    def sum_target(self, shard: int, sources: Iterable[int], length: int) -> Accumulator:
+        """Return the accumulator, of this length, and keep it until `release_sum`.
 
         If a payload that is not part of the sum is in it, that payload keeps the memory.
         """
@@ -96,6 +97,8 @@ class Memory:
             self.store_bytes += own.data.nbytes
             own = self.accumulators[shard] = Accumulator(own.data.clone(), {})
         own.summed = True
+        if own.data.numel() != length:  # a bundle of codes, or no more
+            own.data = torch.empty(length, dtype=own.data.dtype)
         return own
 
     def release_sum(self, shard: int) -> None:

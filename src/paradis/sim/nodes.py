@@ -169,13 +169,20 @@ class LeaderNode(SimNode):
 
 
 class SummingNode(SimNode):
-    """A node whose role collects contributions."""
+    """A node whose role collects contributions.
+
+    Attributes:
+        bundles: it puts codes one after the other, as they came, and does not sum them.
+        lengths: shard -> elements.
+    """
 
     role: ServerRole | RackAgentRole
+    bundles = False
 
     def __init__(self, sim: Simulation, node: NodeId, role: ServerRole | RackAgentRole) -> None:
         super().__init__(sim, node, role)
         self.storing: dict[int, None] = {}
+        self.lengths: dict[int, int] = {}
 
     def place(self, message: msg.DataMessage, parcel: tuple[torch.Tensor, Story]) -> int:
         """Receive the first contribution into the accumulator, others into the store."""
@@ -191,24 +198,32 @@ class SummingNode(SimNode):
                 for shard in effect.shards:
                     zeros = torch.zeros(shard.length, dtype=self.sim.workload.dtype)
                     self.memory.open(shard.shard, zeros)
+                    self.lengths[shard.shard] = shard.length
             case fx.Reduce():
                 self._reduce(effect)
             case _:
                 super().carry_own(effect)
 
     def _reduce(self, effect: fx.Reduce) -> None:
+        leases = self.memory.leases
         flat = [lease for group in effect.sources for lease in group]
-        target = self.memory.sum_target(effect.shard, flat)
+        length = self.lengths[effect.shard]
+        if self.bundles and effect.coded:
+            length *= sum(len(leases[x].story) for x in flat)
+        target = self.memory.sum_target(effect.shard, flat, length)
 
         def job() -> ev.Event:
-            leases = self.memory.leases
-            groups = [[leases[x].data for x in group] for group in effect.sources]
             story: Story = {}
             for lease in flat:
                 twice = story.keys() & leases[lease].story.keys()
                 assert not twice, f"shard {effect.shard}: ranks {sorted(twice)} are counted twice"
                 story.update(leases[lease].story)
-            reduce_tree(groups, target.data, effect.divisor, effect.missing)
+            groups = [[leases[x].data for x in group] for group in effect.sources]
+            if self.bundles and effect.coded:
+                target.data.copy_(torch.cat([code for group in groups for code in group]))
+            else:
+                groups = [[c for x in g for c in x.view(-1, length).unbind()] for g in groups]
+                reduce_tree(groups, target.data, effect.divisor, effect.missing)
             target.story = story
             return ev.Reduced(effect.shard, effect.ticket)
 
@@ -227,6 +242,7 @@ class AgentNode(SummingNode):
     """A rack agent."""
 
     role: RackAgentRole
+    bundles = True
 
 
 class ServerNode(SummingNode):

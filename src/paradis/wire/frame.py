@@ -64,6 +64,16 @@ class FrameHeader(NamedTuple):
     payload_checksum: int
 
     @property
+    def sequence(self) -> int:
+        """`DataMessage.sequence`."""
+        return self.fields[8]
+
+    @property
+    def codec(self) -> int:
+        """`DataMessage.codec`."""
+        return self.fields[10]
+
+    @property
     def name(self) -> str:
         """Name of the message class."""
         return _BY_KIND[self.kind].__name__

@@ -113,9 +113,7 @@ class Challenge(DataMessage, frozen=True, kw_only=True):
 
 class Push(DataMessage, frozen=True, kw_only=True):
     """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient,
-    or its code."""
-
-    """Worker -> server or rack agent: one worker's gradient of (shard, step). Payload: gradient.
+    or its code.
 
     Attributes:
         sequence: 1 if backward handed it over and every parameter in it has a gradient: without
@@ -131,14 +129,22 @@ class Push(DataMessage, frozen=True, kw_only=True):
 
 
 class RackPush(DataMessage, frozen=True, kw_only=True):
-    """Rack agent, or a worker for its host -> server: the sum over the workers. Payload: sum.
+    """Rack agent, or a worker for its host -> server: the sum over the workers. Payload: sum, or
+    the workers' codes one after the other.
 
     Attributes:
-        included: (rank, revision) of every gradient in the sum, in worker order.
+        included: (rank, revision) of every gradient in the sum, in summing order, which is also
+            that of codes.
+        sequence: how many codes the payload has; 0: it is a sum in full.
     """
 
     KIND: ClassVar[int] = 4
     included: tuple[tuple[int, int], ...]
+
+    @property
+    def codes(self) -> int:
+        """How often the payload has the length of one worker's push."""
+        return max(1, self.sequence)
 
 
 class PushAck(DataMessage, frozen=True, kw_only=True):

@@ -112,6 +112,8 @@ def test_gradients_go_to_the_owner_and_updates_come_back(tmp_path: Path) -> None
             assert (rank, arrived.version, arrived.priority, placed) == (1, step + 1, 3, step < 2)
             assert arrived.unchanged == (step == 2)
             assert made[0].value.tolist() == [min(step + 1.0, 2.0)] * ELEMENTS
+            if step == 0:  # before it does not want the next one
+                made[2].wait_for(tuple)
         assert made[2].value.tolist() == [1.0] * ELEMENTS  # the second was not wanted
 
 
