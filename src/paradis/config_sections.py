@@ -171,6 +171,15 @@ class CommunicationConfig:
         choices="auto on off",
         shared="rack_aggregation",
     )
+    rack_codes: str = key(
+        "forward",
+        WORD,
+        "What a rack's dispatcher does with its workers' codes. forward: sends them on together; "
+        "same bits as without it. recompress: makes one code of them, with an error memory of its "
+        "own (a model in each rack); of 1-bit Adam only, and other bits.",
+        choices="forward recompress",
+        shared="rack_codes",
+    )
 
     def __post_init__(self) -> None:
         """Check values and relations.

@@ -27,6 +27,7 @@ class SharedSettings:
         payload_checksum: ``auto`` (on for tcp to another host), ``on`` or ``off``.
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
+        rack_codes: ``forward`` or ``recompress``, what a rack agent does with codes.
         mode: ``sync``, ``ssp`` or ``async``.
         staleness: of ``ssp``: steps that a worker may be ahead of the slowest.
         staleness_scaling: of ``async``: divide a rate by the staleness of its update.
@@ -64,6 +65,7 @@ class SharedSettings:
     socket_buffer_bytes: int = 4 << 20
     same_host: str = "unix"
     rack_aggregation: str = "auto"
+    rack_codes: str = "forward"
     mode: str = "sync"
     staleness: int = 1
     staleness_scaling: bool = False

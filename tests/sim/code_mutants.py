@@ -107,7 +107,9 @@ def bundled_backwards(patch: Patch) -> None:
     """A rack agent puts codes one after the other in another order than that of the sum."""
     real = RackAgentRole.sum_if_complete
 
-    def sum_if_complete(self: RackAgentRole, group: Any, shard: Any, tree: Any, divisor: int) -> Any:
+    def sum_if_complete(
+        self: RackAgentRole, group: Any, shard: Any, tree: Any, divisor: int
+    ) -> Any:
         backwards = self.coded(group, shard)
         tree = tuple(ranks[::-1] for ranks in tree) if backwards else tree
         return real(self, group, shard, tree, divisor)
@@ -117,24 +119,37 @@ def bundled_backwards(patch: Patch) -> None:
 
 def agent_is_deaf(patch: Patch) -> None:
     """A rack agent does not hear how steps travel, neither with updates nor from pushes."""
-    patch.setattr(RackAgentRole, "_follow_codes", lambda self, push: None)
-    real = RackAgentRole._on_update
+    patch.setattr(RackAgentRole, "follow_push", lambda self, push: None)
+    patch.setattr(RackAgentRole, "follow_update", lambda self, group, shard, update: None)
 
-    def on_update(self: RackAgentRole, event: Any, update: msg.Update) -> None:
-        fields = {name: getattr(update, name) for name in update.__struct_fields__}
-        update = msg.Update(**{**fields, "coded_from": -1, "coded_until": -1})
-        real(self, event, update)
 
-    patch.setattr(RackAgentRole, "_on_update", on_update)
+def counts_what_was_left_out(patch: Patch) -> None:
+    """A rack agent whose workers pushed directly takes its code for one that counts."""
+    real = RackAgentRole.follow_update
+
+    def follow_update(self: RackAgentRole, group: Any, shard: Any, update: msg.Update) -> None:
+        real(self, group, shard, update)
+        self._counted[shard.plan.shard] = True
+
+    patch.setattr(RackAgentRole, "follow_update", follow_update)
+
+
+def codes_of_nothing_known(patch: Patch) -> None:
+    """A rack agent makes one code of several before it knows which elements have variance."""
+    patch.setattr(RackAgentRole, "can_sum", lambda self, group, shard: True)
 
 
 Planted = tuple[str, Callable[[Patch], None], str, str, tuple[int, ...]]
 
 MUTANTS: tuple[Planted, ...] = (
     ("code of nothing", code_of_nothing, "made for", "floats", (128,)),
-    ("code applied twice", code_twice, "made for", "floats", (21,)),
-    ("change over change", change_over_change, "SameWay", "floats", (217,)),
+    ("code applied twice", code_twice, "made for", "floats", (16,)),
+    ("change over change", change_over_change, "SameWay", "floats", (52,)),
     ("a worker goes by hearsay", goes_by_hearsay, "SameWay", "floats", (5,)),
     ("a server decides alone", decides_alone, "SameWay", "floats", (163,)),
-    ("the end is not told", end_not_told, "SameWay", "floats", (3,)),
+    ("the end is not told", end_not_told, "SameWay", "floats", (29,)),
+    ("bundled backwards", bundled_backwards, "Exact", "floats", (116,)),
+    ("an agent is deaf", agent_is_deaf, "SameWay", "floats", (52,)),
+    ("left out counts", counts_what_was_left_out, "counts its code", "floats", (52,)),
+    ("codes of nothing known", codes_of_nothing_known, "codes of nothing", "floats", (52,)),
 )

@@ -58,7 +58,7 @@ def test_a_sum_does_not_overwrite_what_another_payload_holds() -> None:
     memory.open(7, torch.zeros(2))
     held = memory.place(torch.ones(2), {0: (0, 0)}, accumulator_of=7)
     other = memory.place(torch.ones(2), {1: (0, 0)})
-    memory.sum_target(7, [other]).data.fill_(5.0)
+    memory.sum_target(7, [other], 2).data.fill_(5.0)
     assert memory.leases[held].data.tolist() == [1.0, 1.0]
 
 
@@ -131,6 +131,14 @@ def test_groups_change_how_they_travel_in_the_runs() -> None:
     counts = [sim.checkers.codes.changes() for sim in sims]
     assert sum(bool(n) for n in counts) > 5 and max(counts) > 1
     assert decisions(3) == ["off"] and decisions(180) == ["on"]
+
+
+def test_rack_agents_make_codes_that_count_in_the_runs() -> None:
+    jobs = [job for seed in range(300) if (job := scenario(seed, "floats")).recompress]
+    sims = [Simulation(job) for job in jobs]
+    for sim in sims:
+        sim.run()
+    assert sum(sim.checkers.codes.settled > 0 for sim in sims) > 3
 
 
 def decisions(seed: int) -> list[str]:

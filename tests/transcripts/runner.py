@@ -41,11 +41,17 @@ def view(
     )  # fmt: skip
 
 
-def plan(shards: int = 2, mode: str = "sync", staleness: int = 0, backup: int = 0) -> msg.Plan:
-    """Return a plan of shards of one parameter each, 16 bytes, all on server-0."""
+def plan(
+    shards: int = 2, mode: str = "sync", staleness: int = 0, backup: int = 0, coded: int = -1,
+    recompressed: bool = False,
+) -> msg.Plan:  # fmt: skip
+    """Return a plan of shards of one parameter each, 16 bytes, all on server-0.
+
+    From the step ``coded`` on they travel as codes of 5 bytes.
+    """
     return msg.Plan(
         generation=1, group=0, part=0, first_parameter=0, optimizer="SGD", options=OPTIONS, step=0,
-        mode=mode, staleness=staleness, backup=backup,
+        mode=mode, staleness=staleness, backup=backup, coded_from=coded,
         parameters=tuple(
             msg.ParameterSpec(name=f"w{i}", shape=(4,), dtype="float32", options_group=0)
             for i in range(shards)
@@ -53,7 +59,8 @@ def plan(shards: int = 2, mode: str = "sync", staleness: int = 0, backup: int = 
         shards=tuple(
             msg.ShardPlan(
                 shard=i, server="server-0", dtype="float32", length=4, options_group=0, priority=i,
-                segments=(msg.Segment(i, 0, 4, 0),),
+                segments=(msg.Segment(i, 0, 4, 0),), codec="onebit" if coded >= 0 else "",
+                code_bytes=5 if coded >= 0 else 0, recompressed=recompressed,
             )
             for i in range(shards)
         ),

@@ -53,6 +53,15 @@ def needs_all_codes(*, mode: str, backup_workers: int) -> bool:
     return mode == "sync" and not backup_workers
 
 
+def recompresses(codec: str) -> bool:
+    """Whether a rack agent can make one code of several: those of 1-bit Adam.
+
+    A sum of bytes (int8) has an error memory of each worker's gradient, which it would have to hand
+    back when steps travel in full again; votes (Lion) would be counted twice.
+    """
+    return codec.startswith("onebit")
+
+
 def pieces_of_whole(shards: Iterable[tuple[str, Sequence[int]]]) -> dict[int, int]:
     """Return parameter -> pieces, of those that must be whole and are cut: one scale per tensor.
 

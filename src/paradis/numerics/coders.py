@@ -17,6 +17,7 @@ from paradis.numerics.delta_coding import DeltaServer, DeltaWorker
 from paradis.numerics.elementwise import Options
 from paradis.numerics.lion_coding import LionServer, LionWorker
 from paradis.numerics.onebit_coding import OneBitAdamServer, OneBitAdamWorker
+from paradis.numerics.rack_coding import RackCoder
 from paradis.numerics.shard_optimizer import ShardOptimizer
 
 _CODECS = {"bf16": Bfloat16, "int8": Int8}
@@ -46,6 +47,21 @@ def _worker(codec: str, lengths: Sequence[int], dtype: torch.dtype = torch.float
     if codec in _SIGNS:
         return OneBitAdamWorker(lengths, _SIGNS[codec])
     return DeltaWorker(_CODECS[codec](), lengths)
+
+
+def rack_coder(codec: str, spans: Sequence[tuple[int, int]], length: int) -> RackCoder:
+    """Return the coder of a shard in a rack agent that makes one code of several.
+
+    Args:
+        codec: one that `paradis.core.codes.recompresses`.
+        spans: (start, length) of each segment in the shard, in elements.
+        length: of the shard.
+
+    Raises:
+        ConfigError: its kernels need Numba, which is not installed.
+    """
+    _check(codec)
+    return RackCoder(spans, length, _SIGNS[codec])
 
 
 def server_coder(

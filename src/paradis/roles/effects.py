@@ -97,6 +97,14 @@ class ReleaseSum(Effect, frozen=True):
     shard: int
 
 
+class SumCounted(Effect, frozen=True):
+    """The code that a rack agent made of the shard's sum is in the update of a step: what it has
+    left out counts."""
+
+    shard: int
+    step: int
+
+
 class Connect(Effect, frozen=True):
     """Open a data connection to each of these nodes, unless there is one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from paradis.core.codes import choose_codec, code_bytes
+from paradis.core.codes import choose_codec, code_bytes, recompresses
 from paradis.core.colocation import split
 from paradis.core.layout import LayoutConfig, ParameterInfo, build, element_bytes
 from paradis.core.placement import Item, place
@@ -96,6 +96,7 @@ def make_plan(
             priority=first_shard + s.priority,
             codec=s.codec,
             code_bytes=sum(code_bytes(s.codec, g.length) for g in s.segments) if s.codec else 0,
+            recompressed=settings.rack_codes == "recompress" and recompresses(s.codec),
         )
         for i, s in enumerate(layout.shards)
     )

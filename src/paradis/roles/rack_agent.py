@@ -4,26 +4,25 @@ It executes one group of the canonical tree and never shapes it, so the bits are
 pushes. Its acknowledgement is a hop acknowledgement: workers keep their bytes until the update. If
 it dies they push directly, and the servers refuse its sums for that step.
 
-In a step that travels as codes the "sum" is the workers' codes, one after the other in summing
-order: servers decode them, and one frame and one acknowledgement cross the rack's link for all.
+In a step that travels as codes the "sum" is what `rack_codes` makes of the workers' codes.
 
 Invariant: a sum is sent only with the exact (rank, revision) list it was made of.
 """
 
 from __future__ import annotations
 
-from paradis.core.codes import NUMBERS, CodedSteps
+from paradis.core.codes import NUMBERS
 from paradis.core.flow import Outbox
-from paradis.ids import NodeId, index_of, worker_id
+from paradis.ids import NodeId, worker_id
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.roles.held import HeldGroup, HeldShard
-from paradis.roles.receiver import Receiver
-from paradis.roles.worker_state import largest_bundle, push_bytes
+from paradis.roles.rack_codes import RackCodes
+from paradis.roles.worker_state import largest_bundle
 from paradis.wire import messages as msg
 
 
-class RackAgentRole(Receiver):
+class RackAgentRole(RackCodes):
     """Pure state machine of the rack agent in a dispatcher.
 
     Args:
@@ -34,10 +33,8 @@ class RackAgentRole(Receiver):
 
     def __init__(self, node: NodeId, *, quota_bytes: int, retry_ns: int) -> None:
         super().__init__(node, quota_bytes=quota_bytes)
-        self.index = index_of(node)
         self.retry_ns = retry_ns
         self._boxes: dict[tuple[str, int], Outbox] = {}
-        self._up: dict[str, None] = {}
         self._acked: dict[int, None] = {}
         self._over: dict[int, int] = {}
         self._armed = self._heard = False
@@ -53,6 +50,9 @@ class RackAgentRole(Receiver):
             case ev.Reduced():
                 self.on_reduced(event)
                 self._after_sum(event.shard)
+                self._arm(now_ns)
+            case ev.Stored():
+                self.on_stored(event)
                 self._arm(now_ns)
             case ev.PeerUp():
                 self._up[event.peer] = None
@@ -96,7 +96,7 @@ class RackAgentRole(Receiver):
             self._heal("")
 
     def _on_plan(self, plan: msg.Plan) -> None:
-        workers = len(self._ranks())
+        workers = len(self.ranks())
         mine = [s for s in plan.shards if not s.is_buffer and s.length]
         if self.adopt_plan(plan, [s for s in mine if workers <= largest_bundle(s)]):
             group = self.groups[plan.group]
@@ -110,22 +110,13 @@ class RackAgentRole(Receiver):
             if index == plan.group:
                 self._begin_box(self.groups[index], box, server, keep_lane=True)
 
-    def _contributors(self, group: HeldGroup) -> int:
-        return len(self._ranks())
-
-    def _ranks(self) -> tuple[int, ...]:
-        for agent, ranks in self.view.racks.values() if self.view is not None else ():
-            if agent == self.node:
-                return ranks
-        return ()
-
     # ------------------------------------------------------------------- data
 
     def _on_data(self, event: ev.Received, now_ns: int) -> None:
         message = event.message
         match message:
             case msg.Push():
-                self._follow_codes(message)
+                self.follow_push(message)
                 self._fast_forward(message)
                 self.on_push(event, message)
             case msg.Commit() | msg.NormRequest():
@@ -136,6 +127,8 @@ class RackAgentRole(Receiver):
                 self._on_ack(event.source, message)
             case msg.Update():
                 self._on_update(event, message)
+            case msg.State():
+                self.on_state(event, message)
             case msg.Resend():
                 self._on_resend(message)
             case msg.Stale():
@@ -143,30 +136,6 @@ class RackAgentRole(Receiver):
             case _:
                 self._drop(event)
         self._arm(now_ns)
-
-    def _follow_codes(self, push: msg.Push) -> None:
-        """Learn from a push whether its step travels as codes: workers know before they push.
-
-        The updates that said so may have been lost on the way here, or their payload had no room.
-        """
-        group, shard = self._by_shard.get(push.shard, (None, None))
-        if group is None or shard is None or self.view is None or not shard.plan.codec:
-            return
-        coded, step = push.codec > 0, push.step
-        if push.generation != self.view.generation or step < group.step:
-            return
-        if group.coded_at(step) != coded:
-            known = group.coded_steps
-            group.coded_steps = known.later(CodedSteps(step) if coded else CodedSteps(-1, step))
-            if step == group.step:
-                group.resize()
-
-    def payload_bytes(self, shard_id: int, *, codec: int, codes: int) -> int:
-        """Return the bytes a push must have: as it says that it travels (see `_follow_codes`)."""
-        found = self._by_shard.get(shard_id)
-        if found is None or (codec and NUMBERS[found[1].plan.codec] != codec):
-            return -1
-        return push_bytes(found[1].plan, coded=codec > 0)
 
     def _fast_forward(self, message: msg.DataMessage) -> None:
         """A push or commit of a later step proves that the earlier one is finished."""
@@ -200,8 +169,10 @@ class RackAgentRole(Receiver):
         """Sum when the rack is complete; hand a finished sum to the outbox."""
         if self.view is None:
             return
+        if not self.can_sum(group, shard):
+            return
         members = self.members(group)
-        ranks = tuple(r for r in self._ranks() if r in members)
+        ranks = tuple(r for r in self.ranks() if r in members)
         expected = self.sum_if_complete(group, shard, (ranks,) if ranks else (), 1)
         if shard.version != group.step:
             return  # ahead of the others: its outbox begins with the next step
@@ -223,7 +194,7 @@ class RackAgentRole(Receiver):
         server = shard.plan.server
         key = (server, group.index)
         if key not in self._boxes:
-            largest = max(self._sum_bytes(group, s) for s in group.shards.values())
+            largest = max(self.sum_bytes(group, s) for s in group.shards.values())
             self._boxes[key] = Outbox(quota=self.quota_bytes, reserve=largest)
             self._begin_box(group, self._boxes[key], server)
         return self._boxes[key]
@@ -233,7 +204,7 @@ class RackAgentRole(Receiver):
     ) -> None:
         shards = [s for s in group.shards.values() if s.plan.server == server]
         shards.sort(key=lambda s: (s.plan.priority, s.plan.shard))
-        sizes = {s.plan.shard: self._sum_bytes(group, s) for s in shards}
+        sizes = {s.plan.shard: self.sum_bytes(group, s) for s in shards}
         box.grow(max(sizes.values(), default=0))
         box.begin(sizes, keep_lane=keep_lane)
         for shard in shards:
@@ -241,10 +212,6 @@ class RackAgentRole(Receiver):
                 box.settle(shard.plan.shard)
                 if shard.plan.shard not in box.holding and self._unacked(shard):
                     box.lane_add(shard.plan.shard, shard.plan.priority)
-
-    def _sum_bytes(self, group: HeldGroup, shard: HeldShard) -> int:
-        """Return the bytes that the shard takes at its server: the codes of all its workers."""
-        return shard.nbytes * (len(self._ranks()) if self.coded(group, shard) else 1)
 
     def _pump(self, server: str, group: HeldGroup, box: Outbox) -> None:
         if server not in self._up:
@@ -270,8 +237,8 @@ class RackAgentRole(Receiver):
             step=shard.version, version=shard.version, worker=self.index,
             incarnation=self.incarnation, revision=shard.ticket,
             codec=NUMBERS[shard.plan.codec] if coded else 0,
-            sequence=len(summed) if coded else 0,
-            included=tuple((rank, summed[rank]) for rank in self._ranks() if rank in summed),
+            sequence=self.codes_in(shard, len(summed)) if coded else 0,
+            included=tuple((rank, summed[rank]) for rank in self.ranks() if rank in summed),
         )  # fmt: skip
         self._send(shard.plan.server, push, fx.Sum(shard.plan.shard))
         return True
@@ -317,11 +284,10 @@ class RackAgentRole(Receiver):
             self._drop(event)
             return
         group, shard = found
-        told = CodedSteps(update.coded_from, update.coded_until)
-        group.coded_steps = group.coded_steps.later(told)
+        self.follow_update(group, shard, update)
         payload = fx.Lease(event.lease) if event.lease else None
         members = self.members(group)
-        for rank in self._ranks():
+        for rank in self.ranks():
             if rank in members:
                 self._send(worker_id(rank), update, payload)
         self._drop(event)
@@ -337,6 +303,7 @@ class RackAgentRole(Receiver):
             return
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
+        self.settle_codes(group, shard, acked=shard.plan.shard in self._acked)
         shard.version = version
         shard.sent = None
         self._acked.pop(shard.plan.shard, None)
@@ -368,7 +335,8 @@ class RackAgentRole(Receiver):
     # ------------------------------------------------------------------ links
 
     def _heal(self, peer: str) -> None:
-        """Send unacknowledged sums again: over a new link, or on the timer."""
+        """Send again what has no answer, sums and questions: over a new link, or on the timer."""
+        self.ask_again(peer)
         for (server, index), box in self._boxes.items():
             if peer not in ("", server):
                 continue
@@ -408,6 +376,6 @@ class RackAgentRole(Receiver):
         if self._armed:
             return
         unacked = any(self._unacked(s) for _, s in self._by_shard.values())
-        if unacked or any(box.blocked for box in self._boxes.values()):
+        if unacked or self.asking or any(box.blocked for box in self._boxes.values()):
             self._armed = True
             self._out.append(fx.SetTimer("retry", now_ns + self.retry_ns))

@@ -327,30 +327,33 @@ class ServerRole(ServerQuorum, StaleSteps):
         shard.whole = {}
         if unchanged:
             shard.kept = shard.version
-        ends: dict[NodeId, None] = {}
+        ends: dict[NodeId, int] = {}
         targets: dict[NodeId, None] = {}
         routes = self.routes_of(shard)
         for rank in self.members(group):
             route = routes.get(rank, -1)
             if route >= 0:
-                ends[route_end(route)] = None
+                ends[route_end(route)] = route
             if route < 0 or route in direct:
                 targets[worker_id(rank)] = None
         for target in {**targets, **ends}:
-            self._send_update(target, group, shard, unchanged=unchanged)
+            counted = target in ends and ends[target] not in direct
+            self._send_update(target, group, shard, unchanged=unchanged, counted=counted)
         self.answer_readers(group, shard)
         group.unfinished -= 1
         self._end_step(group)
 
     def _send_update(
-        self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool
-    ) -> None:
+        self, target: NodeId, group: HeldGroup, shard: HeldShard, *, unchanged: bool,
+        counted: bool,
+    ) -> None:  # fmt: skip
         assert self.view is not None
         coded = bool(shard.plan.codec) and group.coded_at(shard.version - 1) and not unchanged
         update = msg.Update(
             generation=self.view.generation, group=group.index, shard=shard.plan.shard,
             step=shard.version - 1, version=shard.version, unchanged=unchanged,
-            found_inf=group.verdict == "skip", priority=shard.plan.priority,
+            revision=int(counted and not unchanged), found_inf=group.verdict == "skip",
+            priority=shard.plan.priority,
             codec=NUMBERS[shard.plan.codec] if coded else 0,
             present=shard.present if coded else b"",
             coded_from=group.coded_steps.begin, coded_until=group.coded_steps.end,

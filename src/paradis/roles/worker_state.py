@@ -49,9 +49,9 @@ def choosing_server(plan: Plan) -> str:
 def largest_bundle(plan: ShardPlan) -> int:
     """Return how many workers may stand in a rack whose agent takes the shard's gradients.
 
-    Their codes are sent on together, so at most as many as have no more bytes than a sum in full.
+    Where their codes are sent on together, at most as many as have no more bytes than in full.
     """
-    if not plan.codec:
+    if not plan.codec or plan.recompressed:
         return RACK_WORKERS_MAX
     return push_bytes(plan, coded=False) // max(1, plan.code_bytes)
 

@@ -20,6 +20,7 @@ from paradis.ids import NodeId, dispatcher_id
 from paradis.roles.leader import LeaderConfig
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
+from paradis.runtime.agent_node import AgentNode
 from paradis.runtime.arguments import DispatcherArguments, ServerArguments
 from paradis.runtime.interpreter import settle_process
 from paradis.runtime.joining import (
@@ -34,7 +35,7 @@ from paradis.runtime.leader_control import LeaderControl
 from paradis.runtime.leader_node import LeaderNode, LocalChannel
 from paradis.runtime.node import ControlChannel, Node
 from paradis.runtime.rundir import read_token
-from paradis.runtime.server_node import AgentNode, ServerNode
+from paradis.runtime.server_node import ServerNode
 from paradis.settings import SharedSettings
 from paradis.storage.metastore import SqliteStore
 from paradis.transport.base import Identity

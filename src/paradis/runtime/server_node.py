@@ -1,4 +1,4 @@
-"""A real server, and a real rack agent: what their roles ask for, done with tensors."""
+"""A real server: what its role asks for, done with tensors; and what a rack agent has of it."""
 
 from __future__ import annotations
 
@@ -87,37 +87,6 @@ def copy_of(view: memoryview) -> memoryview:
     paged in anew (4 MiB: 0.13 ms, not 6).
     """
     return memoryview(bytearray(view))
-
-
-class AgentNode(SummingNode):
-    """A rack agent."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._dtypes = {}
-
-    def carry_own(self, effect: fx.Effect) -> None:
-        """Carry out what a rack agent's role asks for."""
-        if isinstance(effect, fx.Reduce) and effect.coded:
-            self._bundle(effect)
-        else:
-            super().carry_own(effect)
-
-    def _bundle(self, effect: fx.Reduce) -> None:
-        """Put the workers' codes one after the other, in summing order."""
-        flat = [lease for group in effect.sources for lease in group]
-        codes = [self.arena.bytes_of(lease) for lease in flat]
-        size = sum(code.numel() for code in codes)
-        target = self.arena.sum_target(effect.shard, flat, size)
-        if self.tracer is not None:
-            self.tracer.summing(effect, size)
-
-        def job() -> ev.Event:
-            if codes[0] is not target:  # the only one may lie there already
-                torch.cat(codes, out=target)
-            return ev.Reduced(effect.shard, effect.ticket)
-
-        self.run_job(f"bundling codes of shard {effect.shard}", job, nbytes=size)
 
 
 class ServerNode(SummingNode):

@@ -9,19 +9,39 @@ from paradis.sim.violation import demand
 from paradis.wire import messages as msg
 
 if TYPE_CHECKING:
-    from paradis.sim.nodes import ServerNode
+    from paradis.sim.agent import AgentNode
+    from paradis.sim.nodes import ServerNode, SummingNode
     from paradis.sim.worker import SimWorker
 
 
 class SameWay:
     """A step travels in one way, as codes or in full, on all servers and workers.
 
+    And what a rack agent's code has left out counts only where the server's sum has that code.
+
     Attributes:
         ways: (group, step) -> whether it travels as codes.
+        summed: (shard, step) -> rack agents whose sums are in the server's last sum.
+        settled: how often a rack agent's code counted.
     """
 
     def __init__(self) -> None:
         self.ways: dict[tuple[int, int], bool] = {}
+        self.summed: dict[tuple[int, int], list[int]] = {}
+        self.settled = 0
+
+    def summing(self, node: SummingNode, effect: fx.Reduce, pushers: list[int]) -> None:
+        """A server makes a sum of what workers and, by their numbers, rack agents sent."""
+        if node.node.startswith("server"):
+            version = node.role._by_shard[effect.shard][1].version
+            self.summed[effect.shard, version] = pushers
+
+    def counted(self, node: AgentNode, effect: fx.SumCounted) -> None:
+        """A rack agent takes its code for one that counts."""
+        self.settled += 1
+        pushers = self.summed.get((effect.shard, effect.step), [])
+        demand(node.role.index in pushers, self, f"{node.node} counts its code of shard "
+               f"{effect.shard} in step {effect.step}, which is made of {pushers}")  # fmt: skip
 
     def applying(self, node: ServerNode, effect: fx.Apply) -> None:
         """A server applies a step to a shard."""

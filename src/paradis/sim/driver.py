@@ -24,11 +24,12 @@ from paradis.roles.leader import LeaderConfig, LeaderRole
 from paradis.roles.rack_agent import RackAgentRole
 from paradis.roles.server import ServerRole
 from paradis.settings import SharedSettings
+from paradis.sim.agent import AgentNode
 from paradis.sim.checkers import Checkers, Violation
 from paradis.sim.job import MS, Fault, Job
 from paradis.sim.mixed_checks import MixedCheckers
 from paradis.sim.network import Network
-from paradis.sim.nodes import AgentNode, LeaderNode, Parcel, ServerNode, SimNode, inbox
+from paradis.sim.nodes import LeaderNode, Parcel, ServerNode, SimNode, inbox
 from paradis.sim.quorum_checks import QuorumCheckers
 from paradis.sim.reading_checks import Reading
 from paradis.sim.stale_checks import StaleCheckers
@@ -109,10 +110,12 @@ class Simulation:
 
     def _build(self) -> None:
         job = self.job
-        compression = "int8" if job.coded else "none"
+        compression = "none"
+        if job.coded:
+            compression = "onebit" if job.recompress else "int8"
         settings = replace(
             SETTINGS, mode=job.mode, staleness=job.staleness, staleness_scaling=job.scaling,
-            backup_workers=job.backup,
+            backup_workers=job.backup, rack_codes="recompress" if job.recompress else "forward",
             early_update=job.early, compression=compression,
             compression_benefit="measured" if job.measured else "assumed",
         )  # fmt: skip

@@ -119,6 +119,7 @@ class Job:
         leaves: rank -> number of steps after which it leaves early.
         slow: node -> factor on its numeric work and thinking time.
         coded: gradients and updates travel as codes, where the dtype allows.
+        recompress: rack agents make one code of their workers' codes.
         coded_late: not from the beginning, but when the leader says so.
         changes: what the leader says while the job runs.
         measured: the leader measures what codes are good for, in short windows, and goes by it.
@@ -152,6 +153,7 @@ class Job:
     retry_ns: int = 30 * MS
     coded: bool = False
     coded_late: bool = False
+    recompress: bool = False
     changes: tuple[Change, ...] = ()
     measured: bool = False
     mode: str = "sync"

@@ -172,24 +172,27 @@ class SummingNode(SimNode):
     """A node whose role collects contributions.
 
     Attributes:
-        bundles: it puts codes one after the other, as they came, and does not sum them.
         lengths: shard -> elements.
+        pushers: lease of a sum -> who made it.
     """
 
     role: ServerRole | RackAgentRole
-    bundles = False
 
     def __init__(self, sim: Simulation, node: NodeId, role: ServerRole | RackAgentRole) -> None:
         super().__init__(sim, node, role)
         self.storing: dict[int, None] = {}
         self.lengths: dict[int, int] = {}
+        self.pushers: dict[int, int] = {}
 
     def place(self, message: msg.DataMessage, parcel: tuple[torch.Tensor, Story]) -> int:
         """Receive the first contribution into the accumulator, others into the store."""
         shard = -1
         if isinstance(message, msg.Push | msg.RackPush) and not self.role.collecting(message.shard):
             shard = message.shard
-        return self.memory.place(*parcel, accumulator_of=shard)
+        lease = self.memory.place(*parcel, accumulator_of=shard)
+        if isinstance(message, msg.RackPush):
+            self.pushers[lease] = message.worker
+        return lease
 
     def carry_own(self, effect: fx.Effect) -> None:
         """Carry out sums."""
@@ -204,13 +207,19 @@ class SummingNode(SimNode):
             case _:
                 super().carry_own(effect)
 
+    def forwards(self, effect: fx.Reduce) -> bool:
+        """Whether codes are put one after the other, not summed."""
+        return False
+
     def _reduce(self, effect: fx.Reduce) -> None:
         leases = self.memory.leases
         flat = [lease for group in effect.sources for lease in group]
         length = self.lengths[effect.shard]
-        if self.bundles and effect.coded:
+        forwards = self.forwards(effect)
+        if forwards:
             length *= sum(len(leases[x].story) for x in flat)
         target = self.memory.sum_target(effect.shard, flat, length)
+        self.sim.checkers.codes.summing(self, effect, [self.pushers.get(x, -1) for x in flat])
 
         def job() -> ev.Event:
             story: Story = {}
@@ -219,7 +228,7 @@ class SummingNode(SimNode):
                 assert not twice, f"shard {effect.shard}: ranks {sorted(twice)} are counted twice"
                 story.update(leases[lease].story)
             groups = [[leases[x].data for x in group] for group in effect.sources]
-            if self.bundles and effect.coded:
+            if forwards:
                 target.data.copy_(torch.cat([code for group in groups for code in group]))
             else:
                 groups = [[c for x in g for c in x.view(-1, length).unbind()] for g in groups]
@@ -236,13 +245,6 @@ class SummingNode(SimNode):
             held += [c.lease for c in (*shard.collection.held, *shard.collection.summing)]
             held += [shard.pending.lease] if shard.pending is not None else []
         return held
-
-
-class AgentNode(SummingNode):
-    """A rack agent."""
-
-    role: RackAgentRole
-    bundles = True
 
 
 class ServerNode(SummingNode):

@@ -74,7 +74,12 @@ def scenario(seed: int, workload: str) -> Job:
         **_coded(random.Random(seed * 31 + 7), workers, steps),
     )  # fmt: skip
     job = _perhaps_back(job)
-    return job if racks_count else _perhaps_early(job)
+    if racks_count:
+        recompress = (
+            job.coded and not job.measured and random.Random(f"recompress {seed}").random() < 0.5
+        )
+        return replace(job, recompress=recompress)
+    return _perhaps_early(job)
 
 
 def _perhaps_early(job: Job) -> Job:

@@ -193,6 +193,7 @@ class Update(DataMessage, frozen=True, kw_only=True):
         coded_until: first one that travels in full again; below ``coded_from``: not known yet.
         found_inf: the step was skipped because some worker's scaler saw an overflow.
         priority: place of the shard in admission order from the next step on.
+        revision: of one to a rack agent: 1 if the sum that it pushed is in the update, else 0.
     """
 
     KIND: ClassVar[int] = 8
@@ -202,6 +203,11 @@ class Update(DataMessage, frozen=True, kw_only=True):
     present: bytes = b""
     coded_from: int = -1
     coded_until: int = -1
+
+    @property
+    def counted(self) -> bool:
+        """Whether the rack agent's sum is in it."""
+        return self.revision > 0
 
     @property
     def urgency(self) -> int:

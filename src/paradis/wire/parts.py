@@ -49,6 +49,7 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         codec: how gradients and updates travel once its group is coded; empty: always in full.
         code_bytes: bytes of such a gradient or update, without header.
+        recompressed: rack agents make one code of their workers' codes, else forward them.
     """
 
     shard: int
@@ -60,6 +61,7 @@ class ShardPlan(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     codec: str = ""
     code_bytes: int = 0
+    recompressed: bool = False
 
     @property
     def is_buffer(self) -> bool:
