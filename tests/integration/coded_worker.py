@@ -1,12 +1,13 @@
 """A training script whose gradients travel as codes, compared with its coders on whole tensors.
 
-    coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster]
+    coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster | recompress]
 
 WAY is bf16, int8, onebit, auto or lion. Every rank makes every rank's gradients and does beside its
 training what servers and all workers should do: no messages, no shards, no threads.
 After ``from`` it saves once more, one step before the end; WAYS has a 1 for each earlier step that
 travelled as codes, else a 0. With ``slower`` the leader is told that steps take longer as codes,
-and there is a checkpoint when it knows; with ``faster`` the opposite.
+and there is a checkpoint when it knows; with ``faster`` the opposite. With ``recompress`` ranks 0
+and 1 are in one rack, rank 2 in another, whose agents each make one code of several.
 Writes OUT/<rank>.json: failures, a digest of the values, bytes sent and received per step.
 """
 
@@ -23,7 +24,7 @@ import xxhash
 import paradis
 import paradis.optim
 from paradis.core.codes import choose_codec, code_bytes
-from paradis.numerics.coders import server_coder, worker_coder
+from paradis.numerics.coders import rack_coder, server_coder, worker_coder
 from paradis.numerics.elementwise import options_of
 from paradis.numerics.shard_optimizer import ShardOptimizer
 
@@ -32,6 +33,7 @@ SHAPES = ((50_001,), (130, 97), (5000,), (33,), (7,))
 
 FREEZE = 4
 THRESHOLD = 4096
+RACKS = ((0, 1), (2,)) if sys.argv[4:5] == ["recompress"] else ()
 NOISE = torch.randn(400_000, generator=torch.Generator().manual_seed(7))
 
 
@@ -120,6 +122,7 @@ class Twin:
             self.server.replaced()
             ranks = range(paradis.world_size())
             self.workers = [worker_coder(self.codec, [length]) for _ in ranks]
+            self.racks = [rack_coder(self.codec, spans, length) for _ in RACKS]
         self.begun = self.codec not in ("onebit",)
 
     def step(self, step: int, options: Any, *, coded: bool) -> None:
@@ -136,17 +139,29 @@ class Twin:
             self.server.begin([self.optimizer.state(0)], options)
             for worker in self.workers:
                 worker.load_memories(self.server.start())
+            for rack in self.racks:
+                rack.begin(self.server.start())
         total = torch.zeros_like(self.value)
-        for rank, (worker, flat) in enumerate(zip(self.workers, flats, strict=True)):
-            code = torch.empty(worker.code_bytes, dtype=torch.uint8)
-            worker.encode([flat], code, options)
-            self.server.add(code, total, first=not rank)
+        codes = []
+        for worker, flat in zip(self.workers, flats, strict=True):
+            codes.append(torch.empty(worker.code_bytes, dtype=torch.uint8))
+            worker.encode([flat], codes[-1], options)
+        for place, code in enumerate(self.through_racks(codes)):
+            self.server.add(code, total, first=not place)
         self.server.update(total.div_(len(flats)), self.optimizer, [True], options)
         for worker in self.workers:
             copy = self.held.clone()
             worker.keep()
             worker.install(self.server.code, [copy], [True], options)
         self.held = copy
+
+    def through_racks(self, codes: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = []
+        for rack, ranks in zip(self.racks, RACKS, strict=True):
+            made.append(torch.empty_like(codes[0]))
+            rack.combine([codes[rank] for rank in ranks], made[-1])
+            rack.counts()
+        return made or codes
 
     def step_in_full(self, flats: list[torch.Tensor | None], options: Any) -> None:
         total = torch.zeros_like(self.value)

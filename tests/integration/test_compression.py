@@ -15,6 +15,7 @@ from preloaded import Job, Preloaded, preloaded, start_job
 import paradis
 import paradis.optim
 from paradis.errors import ConfigError
+from paradis.observe.spans import read_spans, span_files
 
 SCRIPT = Path(__file__).with_name("coded_worker.py")
 SMALL = {
@@ -57,12 +58,36 @@ def test_same_values(start_job: Start, tmp_path: Path, way: str, overlap: str) -
 
 
 @pytest.mark.parametrize("way", ["int8", "onebit"])
-def test_racks(start_job: Start, tmp_path: Path, way: str) -> None:
-    """Codes pass by the rack agents, tensors in full go through them; the same values."""
-    counts = {"workers": 2, "servers": 2, "dispatchers": 2, "racks": 2}
-    settings = settings_of(way) | {"communication.rack_aggregation": "on"}
-    start_job(SCRIPT, str(tmp_path), way, "8", settings=settings, **counts).succeed()
-    results(tmp_path, 2)
+@pytest.mark.parametrize("rack_codes", ["forward", "recompress"])
+def test_racks(start_job: Start, tmp_path: Path, way: str, rack_codes: str) -> None:
+    """Two workers in one rack, one in another: what agents send on gives the very same values.
+
+    An agent that makes one code of several has its part in what the values are, with 1-bit Adam.
+    """
+    counts = {"workers": 3, "servers": 2, "dispatchers": 2, "racks": 2}
+    settings = settings_of(way) | {
+        "communication.rack_aggregation": "on", "communication.rack_codes": rack_codes,
+        "observe.trace": "true",
+    }  # fmt: skip
+    words = ["recompress"] if (way, rack_codes) == ("onebit", "recompress") else []
+    job = start_job(SCRIPT, str(tmp_path), way, "9", *words, settings=settings, **counts).succeed()
+    results(tmp_path, 3)
+    sent = pushes_of(job, 8)
+    assert sent and sent.keys() == {"dispatcher-0", "dispatcher-1"}, "workers push to agents alone"
+    ratio = sum(sent["dispatcher-0"]) / sum(sent["dispatcher-1"])  # of two workers, and of one
+    assert 0.99 < ratio < 1.1 if words else 1.8 < ratio < 2.0, "tensors in full count once"
+
+
+def pushes_of(job: Job, step: int) -> dict[str, list[int]]:
+    """Return the bytes of each push to a server in a step, by the node that sent it."""
+    found: dict[str, list[int]] = {}
+    for path in span_files(job.run.path):
+        file = read_spans(path)
+        for span in file.spans:
+            pushed = span.stage == "push" and span.what in ("gradient", "sum") and span.step == step
+            if pushed and span.peer.startswith("server"):
+                found.setdefault(file.header.node, []).append(span.bytes)
+    return found
 
 
 def test_one_scale_per_tensor_needs_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
