@@ -176,7 +176,7 @@ class CommunicationConfig:
         WORD,
         "What a rack's dispatcher does with its workers' codes. forward: sends them on together; "
         "same bits as without it. recompress: makes one code of them, with an error memory of its "
-        "own (a model in each rack); of 1-bit Adam only, and other bits.",
+        "own (2.5 models in each rack, in no checkpoint); of 1-bit Adam only, and other bits.",
         choices="forward recompress",
         shared="rack_codes",
     )

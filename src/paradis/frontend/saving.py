@@ -50,6 +50,15 @@ def save(
             "the first one leaves",
             once=True,
         )
+    if binding.session.settings.rack_codes == "recompress" and any(
+        m.plan.recompressed for m in binding.memory.shards.values()
+    ):
+        binding.session.node.announce(
+            "warning",
+            "a checkpoint with communication.rack_codes = recompress lacks what the codes of rack "
+            "agents have left out; a resumed run begins without",
+            once=True,
+        )
     node = binding.session.node
     node.forget(-1, f"checkpoint {info.checkpoint}")
     buffers = [s for s, m in binding.memory.shards.items() if m.plan.is_buffer and m.plan.length]

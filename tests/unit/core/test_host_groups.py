@@ -66,3 +66,13 @@ def test_a_group_that_is_known_after_the_plan() -> None:
     assert routes.of(10) == {}
     routes.follow({}, [(0, 1)])
     assert routes.owner(10, 1) == 0
+
+
+def test_a_rack_that_is_too_large_has_no_route_for_codes() -> None:
+    routes = Routes()
+    routes.follow({0: 1, 1: 1, 2: 1, 3: 2}, [])
+    routes.add({}, {7: 2, 8: 3})
+    assert routes.of(7) == {3: 2}
+    assert routes.of(8) == routes.of(9) == {0: 1, 1: 1, 2: 1, 3: 2}
+    routes.follow({3: 2}, [])
+    assert routes.of(7) == {3: 2}
