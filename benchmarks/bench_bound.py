@@ -6,6 +6,11 @@ link of that direction; forward of a layer waits for its own chunks. Each direct
 one chunk at a time, the layer needed first first. Steps follow one another; the period of the last
 ones counts. Prints JSON: seconds a step, exposed beside compute.
 
+With ``--racks`` an agent on a worker's host sums for each rack. The busiest direction then carries
+both gradients and updates, so both take turns on it: it is that of an agent's host, into which come
+the gradients of its rack's other workers, and the updates; or that of an uplink, with the sums for
+the other racks and the updates from there.
+
 Source of the busiest link's load: `paradis.core.colocation`, and for dedicated servers W / S.
 """
 
@@ -68,10 +73,15 @@ SHAPES = {
 
 @dataclass(slots=True)
 class Chunk:
-    """A piece of a layer's gradient and update: when it is ready, up, and down."""
+    """A piece of a layer's gradient and update: when it is ready, up, and down.
+
+    Attributes:
+        seconds: on the busiest link, of the gradient; ``back``: of the update.
+    """
 
     layer: int
     seconds: float
+    back: float
     ready: float = 0.0
     up: float = 0.0
     down: float = 0.0
@@ -87,7 +97,9 @@ def busiest(workers: int, servers: int, *, colocated: bool) -> float:
 
 def chunks_of(layers: list[Layer], options: argparse.Namespace) -> list[list[Chunk]]:
     """Return each layer's chunks; small tensors of BERT and ResNet alike travel in full."""
-    factor = busiest(options.workers, options.servers, colocated=options.colocated)
+    up = down = busiest(options.workers, options.servers, colocated=options.colocated)
+    if options.racks > 1:
+        up, down = rack_loads(options)
     rate = options.mbytes * 1e6
     found = []
     for index, (_, elements) in enumerate(layers):
@@ -95,24 +107,64 @@ def chunks_of(layers: list[Layer], options: argparse.Namespace) -> list[list[Chu
         size = elements / count
         coded = options.codec and elements >= 4096
         nbytes = code_bytes(options.codec, round(size)) if coded else size * 4
-        found.append([Chunk(index, factor * nbytes / rate) for _ in range(count)])
+        seconds = nbytes / rate
+        found.append([Chunk(index, up * seconds, down * seconds) for _ in range(count)])
     return found
 
 
-def serve(jobs: list[tuple[float, int, Chunk]], free: float) -> list[tuple[float, Chunk]]:
-    """Send chunks over one direction, one at a time: of those ready the lowest layer first."""
-    done, waiting = [], sorted(jobs, key=lambda j: (j[0], j[1]))
-    now = free
-    while waiting:
-        ready = [job for job in waiting if job[0] <= now]
-        if not ready:
-            now = waiting[0][0]
-            continue
-        job = min(ready, key=lambda j: j[1])
-        waiting.remove(job)
-        now += job[2].seconds
-        done.append((now, job[2]))
-    return done
+def rack_loads(options: argparse.Namespace) -> tuple[float, float]:
+    """Return models, of gradients and of updates, on the busiest direction, of a host's link."""
+    mates = options.workers // options.racks - 1
+    across = (options.racks - 1) / options.racks * options.mbytes / options.uplink
+    if options.codec:  # codes are forwarded, not summed
+        return max((float(mates), 1.0), (across * (mates + 1), across), key=sum)
+    return max((float(mates), 1.0), (across, across), key=sum)
+
+
+class Direction:
+    """One direction of a link, which sends one thing at a time.
+
+    Attributes:
+        free: when it has sent what it has begun.
+        jobs: of each (ready at, layer, seconds, chunk, kind); of those ready the lowest layer goes
+            first.
+    """
+
+    def __init__(self) -> None:
+        self.free = 0.0
+        self.jobs: list[tuple[float, int, float, Chunk, str]] = []
+
+    def add(self, ready: float, chunk: Chunk, kind: str) -> None:
+        """Queue a chunk's gradient (``up``) or update (``down``)."""
+        seconds = chunk.seconds if kind == "up" else chunk.back
+        self.jobs.append((ready, chunk.layer, seconds, chunk, kind))
+
+    def begins(self) -> float:
+        """Return when the next thing is sent."""
+        return max(self.free, min(job[0] for job in self.jobs))
+
+    def send(self) -> tuple[Chunk, str]:
+        """Send the next thing."""
+        now = self.begins()
+        job = min((j for j in self.jobs if j[0] <= now), key=lambda j: j[1])
+        self.jobs.remove(job)
+        self.free = now + job[2]
+        setattr(job[3], job[4], self.free)
+        return job[3], job[4]
+
+
+def exchange(chunks: list[Chunk], up: Direction, down: Direction, at: float | None) -> None:
+    """Send all gradients and updates of a step; both directions may be the same one.
+
+    Args:
+        at: time before which there are no updates; None: each when its gradient is up.
+    """
+    for chunk in chunks:
+        up.add(chunk.ready, chunk, "up")
+    while up.jobs or down.jobs:
+        chunk, kind = min((d for d in (up, down) if d.jobs), key=Direction.begins).send()
+        if kind == "up":
+            down.add(chunk.up if at is None else max(chunk.up, at), chunk, "down")
 
 
 def period(layers: list[Layer], options: argparse.Namespace, steps: int = 6) -> float:
@@ -120,7 +172,9 @@ def period(layers: list[Layer], options: argparse.Namespace, steps: int = 6) -> 
     total = sum(compute for compute, _ in layers)
     forward = [options.compute / 3 * compute / total for compute, _ in layers]
     chunks = chunks_of(layers, options)
-    now, up_free, down_free, begun = 0.0, 0.0, 0.0, []
+    up = Direction()
+    down = up if options.racks > 1 else Direction()
+    now, begun = 0.0, []
     for _ in range(steps):
         begun.append(now)
         for index, seconds in enumerate(forward):
@@ -129,19 +183,9 @@ def period(layers: list[Layer], options: argparse.Namespace, steps: int = 6) -> 
             now += 2 * forward[index]
             for chunk in chunks[index]:
                 chunk.ready = now
-        everything = [chunk for layer in chunks for chunk in layer]
-        sent = serve([(c.ready, c.layer, c) for c in everything], up_free)
-        for at, chunk in sent:
-            chunk.up = at
-        up_free = max(at for at, _ in sent)
-        back = serve(
-            [(c.up if options.early else max(c.up, now), c.layer, c) for c in everything], down_free
-        )
-        for at, chunk in back:
-            chunk.down = at
-        down_free = max(at for at, _ in back)
+        exchange([c for layer in chunks for c in layer], up, down, None if options.early else now)
         if options.overlap == "none":
-            now = max(now, down_free)
+            now = max(now, down.free)
     half = steps // 2
     return (begun[-1] - begun[half]) / (steps - 1 - half)
 
@@ -155,6 +199,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=2, help="dedicated ones")
     parser.add_argument("--colocated", action="store_true")
+    parser.add_argument("--racks", type=int, default=1)
+    parser.add_argument("--uplink", type=float, default=59.8, help="MB/s of a rack's, with racks")
     parser.add_argument("--early", action="store_true", help="training.early_update")
     parser.add_argument("--overlap", choices=("none", "layerwise"), default="layerwise")
     parser.add_argument("--codec", default="", help="onebit, int8, bf16 or lion; empty: in full")
