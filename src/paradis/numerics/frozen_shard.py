@@ -142,7 +142,7 @@ class FrozenShard:
             sources = (*given, self._nothing, _NO_BYTES, self._nothing, own.error)
         else:
             sources = (*given, own.numbers, own.bits, own.scales, own.error)
-        scales, bad = self.codec.write_signs(sources, beta or 0.0, own.mask, out)
+        scales, bad = self.codec.write_signs(sources, beta or 0.0, own.mask, out, self._nothing)
         if bad >= 0:
             self.forget()
             error = self.codec.refused(bad, numbers, self._errors[segment])
