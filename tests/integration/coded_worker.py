@@ -2,7 +2,7 @@
 
     coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster]
 
-WAY is bf16, int8, onebit, auto or lion. Every rank makes every rank's gradients and does beside its
+WAY is bf16, int8, onebit, onebit-free, auto or lion. Every rank makes every rank's gradients and does beside its
 training what servers and all workers should do: no messages, no shards, no threads.
 After ``from`` it saves once more, one step before the end; WAYS has a 1 for each earlier step that
 travelled as codes, else a 0. With ``slower`` the leader is told that steps take longer as codes,
@@ -31,6 +31,9 @@ SHAPES = ((50_001,), (130, 97), (5000,), (33,), (7,))
 """Cut into shards; alone; in a bucket with nobody; in full, in a bucket of two."""
 
 FREEZE = 4
+FREE = "onebit-free"
+"""1-bit Adam with gradients that are let go: none is changed after backward, where none is left."""
+
 THRESHOLD = 4096
 NOISE = torch.randn(400_000, generator=torch.Generator().manual_seed(7))
 
@@ -55,7 +58,7 @@ def absent(step: int, rank: int, index: int) -> bool:
 
 def revised(step: int, rank: int) -> bool:
     """Whether the script changes a gradient after backward; early updates would forbid it."""
-    return step == 7 and rank == 0 and sys.argv[4:5] != ["faster"]
+    return step == 7 and rank == 0 and sys.argv[4:5] != ["faster"] and sys.argv[2] != FREE
 
 
 def gradient(step: int, rank: int, index: int) -> torch.Tensor | None:
@@ -87,6 +90,12 @@ def make_optimizer(way: str, model: Parts) -> torch.optim.Optimizer:
             parameters, lr=1e-3, betas=(0.8, 0.9), freeze_step=fixed, weight_decay=0.1
         )
     return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def left_at(step: int, rank: int) -> list[bool]:
+    """Whether each parameter has a gradient after backward: those that travel as codes have not."""
+    there = [not absent(step, rank, index) for index in range(len(SHAPES))]
+    return [here and (step < FREEZE or index > 2) for index, here in enumerate(there)]
 
 
 class Stopwatch:
@@ -164,7 +173,7 @@ class Twin:
 
 
 def main() -> None:
-    out, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    out, way, steps = Path(sys.argv[1]), sys.argv[2].removesuffix("-free"), int(sys.argv[3])
     what, at = (*sys.argv[4:5], "")[0], int((*sys.argv[5:6], "-1")[0])
     ways = [each == "1" for each in (*sys.argv[6:7], "")[0]]
     rank = paradis.rank()
@@ -189,8 +198,11 @@ def main() -> None:
         before = optimizer.metrics()
         model.zero_grad()
         backward(model, step, rank)
+        left = [part.grad is not None for part in model.parts]
         optimizer.step()
         optimizer.wait()
+        if sys.argv[2] == FREE and left != left_at(step, rank):
+            failures.append(f"step {step}: gradients are left: {left}")
         if optimizer._binding.memory.gradients():
             failures.append(f"step {step}: a gradient is held after its update")
         after = optimizer.metrics()

@@ -15,8 +15,8 @@ from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
 from paradis.roles import events as ev
 from paradis.runtime.pages import give_back
+from paradis.runtime.shard_memory import ShardMemory, own_key
 from paradis.runtime.shard_store import split_sections
-from paradis.runtime.worker_memory import ShardMemory, own_key
 from paradis.storage.checkpoint import PieceReader
 from paradis.storage.manifest import group_directory, read_manifest, resolve
 from paradis.wire.messages import Options, Plan, Register
