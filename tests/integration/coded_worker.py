@@ -2,8 +2,8 @@
 
     coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster]
 
-WAY is bf16, int8, onebit, onebit-free, auto or lion. Every rank makes every rank's gradients and does beside its
-training what servers and all workers should do: no messages, no shards, no threads.
+WAY is bf16, int8, onebit, onebit-free, auto or lion. Every rank makes every rank's gradients and
+does beside its training what servers and all workers should do: no messages, no shards, no threads.
 After ``from`` it saves once more, one step before the end; WAYS has a 1 for each earlier step that
 travelled as codes, else a 0. With ``slower`` the leader is told that steps take longer as codes,
 and there is a checkpoint when it knows; with ``faster`` the opposite.

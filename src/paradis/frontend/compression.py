@@ -29,6 +29,10 @@ Done = Callable[[int, int, int], None]
 LetGo = Callable[[int, tuple[torch.Tensor | None, ...]], None]
 
 
+_WAITING_BYTES_MAX = 64 << 20
+"""Gradients that wait to be encoded and let go, before backward waits: it may be the faster one."""
+
+
 class _Job(NamedTuple):
     """A code to be made: of which step, with which hyper-parameters, where to note it."""
 
@@ -74,6 +78,7 @@ class Compressor:
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._busy: _Job | None = None
+        self._waiting_bytes = 0
         self._left = -1  # the last step that was left to the thread
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -84,16 +89,26 @@ class Compressor:
         self.on_let_go: LetGo | None = None
 
     def submit(self, shards: Sequence[int]) -> None:
-        """Make codes of gradients that backward has finished, and hand them over."""
+        """Make codes of gradients that backward has finished, and hand them over.
+
+        Where these are let go then, wait until few are left.
+
+        Raises:
+            DeadlineExceeded: the compressing thread does not come to an end.
+        """
         if self._now is None:
             self._now = self._options()
         with self._changed:
             self._add(shards, self._now)
+        if self._memory.frees:
+            most = _WAITING_BYTES_MAX
+            self._wait_until(lambda: self._waiting_bytes <= most or self._stopped)
 
     def _add(self, shards: Sequence[int], options: Sequence[Options]) -> None:
         """Queue codes; the caller holds the lock."""
         step = self._step()
         self._waiting.extend(_Job(shard, step, options, self._coded) for shard in shards)
+        self._waiting_bytes += sum(map(self._bytes, shards))
         self._changed.notify_all()
         if self._thread is None:
             self._thread = start_on_one_thread(self._run, "paradis-compression")
@@ -102,8 +117,7 @@ class Compressor:
         yield_to_compute()
         while True:
             with self._changed:
-                self._busy = None
-                self._changed.notify_all()
+                self._rest()
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if self._stopped:
                     return
@@ -113,11 +127,18 @@ class Compressor:
             except Exception as error:
                 with self._changed:
                     left = job.step <= self._left
-                    self._busy = None
+                    self._rest()
                 if left and not self._memory.frees:  # else it is made again in step()
                     self._fail(self._named(job.shard, error))
                 continue
             self._hand_over((job.shard,), job.step)
+
+    def _rest(self) -> None:
+        """No code is being made any more; the caller holds the lock."""
+        if self._busy is not None:
+            self._waiting_bytes -= self._bytes(self._busy.shard)
+        self._busy = None
+        self._changed.notify_all()
 
     def _encode(self, job: _Job, *, empty: bool = False) -> None:
         shard, start_ns = job.shard, time.monotonic_ns()
@@ -225,12 +246,16 @@ class Compressor:
                 del self._coded[shard]
         return finite
 
+    def _bytes(self, shard: int) -> int:
+        return sum(map(len, self._memory.shards[shard].value))
+
     def _drain(self) -> None:
+        self._wait_until(lambda: not self._waiting and self._busy is None)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            idle = self._changed.wait_for(
-                lambda: not self._waiting and self._busy is None, timeout=self._timeout_s
-            )
-        if not idle:
+            done = self._changed.wait_for(ready, timeout=self._timeout_s)
+        if not done:
             raise DeadlineExceeded(
                 f"compression timed out after {self._timeout_s:.0f} s: {len(self._waiting)} shards "
                 "are left; is the process stopped in a debugger?"
