@@ -92,10 +92,13 @@ def make_optimizer(way: str, model: Parts) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
-def left_at(step: int, rank: int) -> list[bool]:
-    """Whether each parameter has a gradient after backward: those that travel as codes have not."""
-    there = [not absent(step, rank, index) for index in range(len(SHAPES))]
-    return [here and (step < FREEZE or index > 2) for index, here in enumerate(there)]
+def left_over(model: Parts, step: int, rank: int) -> list[str]:
+    """Return what is wrong with the gradients that are left after backward, where some are not."""
+    expected = [not absent(step, rank, index) for index in range(len(SHAPES))]
+    if sys.argv[2] == FREE and step >= FREEZE:  # what travels as codes has gone
+        expected[:3] = [False] * 3
+    left = [part.grad is not None for part in model.parts]
+    return [] if left == expected else [f"step {step}: gradients are left: {left}"]
 
 
 class Stopwatch:
@@ -180,9 +183,8 @@ def main() -> None:
     model = Parts()
     initial = [p.detach().clone() for p in model.parts]
     optimizer = paradis.wrap(model, make_optimizer(way, model))
-    name = optimizer._inner_name
     options = options_of(optimizer.param_groups[0])
-    twins = [Twin(i, v, way, name, options) for i, v in enumerate(initial)]
+    twins = [Twin(i, v, way, optimizer._inner_name, options) for i, v in enumerate(initial)]
     failures: list[str] = []
     sizes: list[tuple[float, float]] = []
     first_coded = {"onebit": FREEZE, "auto": -1}.get(way, 0)
@@ -198,11 +200,9 @@ def main() -> None:
         before = optimizer.metrics()
         model.zero_grad()
         backward(model, step, rank)
-        left = [part.grad is not None for part in model.parts]
+        failures += left_over(model, step, rank)
         optimizer.step()
         optimizer.wait()
-        if sys.argv[2] == FREE and left != left_at(step, rank):
-            failures.append(f"step {step}: gradients are left: {left}")
         if optimizer._binding.memory.gradients():
             failures.append(f"step {step}: a gradient is held after its update")
         after = optimizer.metrics()

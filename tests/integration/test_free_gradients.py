@@ -113,6 +113,29 @@ def test_a_gradient_is_gone_after_backward(lone: Callable[..., Lone]) -> None:
     assert binding.collector.non_finite() == ""
 
 
+def test_a_gradient_of_a_pool_is_only_dropped(lone: Callable[..., Lone]) -> None:
+    """A script may give all parameters gradients in one memory of its own: nobody writes there."""
+    pool = torch.randn(200 * 200, generator=torch.Generator().manual_seed(5))
+    before, found = pool.clone(), []
+
+    def assign(parameter: torch.Tensor) -> None:
+        parameter.grad = pool[: parameter.numel()].view(parameter.shape)
+
+    for free in (False, True):
+        run = lone(free=free)
+        collector = run.optimizer._binding.collector  # type: ignore[union-attr]
+        collector.detach()
+        for parameter in run.model.parameters():
+            parameter.register_post_accumulate_grad_hook(assign)
+        collector.attach()  # its hooks come after those of the script now
+        for seed in range(5):
+            run.step(seed)
+        found.append(run.values())
+        paradis.close()
+    assert torch.equal(pool, before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("coded", [False, True])
 def test_a_second_gradient_is_refused_by_name(lone: Callable[..., Lone], coded: bool) -> None:
     run = lone()
