@@ -121,7 +121,7 @@ def wait_until_copied(binding: Binding) -> None:
     """
     node, group, rank = binding.session.node, binding.group, binding.session.rank
     step = binding.steps_done - binding.steps_before
-    if rank not in binding.codes.savers():
+    if not binding.session.alive or rank not in binding.codes.savers():
         return
     # Half of it: else worker 0, in its next step, gives up first and does not know why.
     limit = binding.session.settings.sync_timeout_s / 2
