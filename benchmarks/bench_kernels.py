@@ -20,6 +20,7 @@ import torch
 
 from paradis.numerics.codecs import (
     Bfloat16,
+    Blend,
     Codec,
     Int8,
     OneBit,
@@ -36,6 +37,7 @@ WORKERS = 4
 
 GOALS = {
     "onebit encode momentum": ("copy", 0.6),
+    "onebit encode momentum one pass": ("copy", 0.6),
     "onebit decode add": ("copy", 0.8),
     "onebit step": ("adam fused torch", 0.8),
 }
@@ -89,12 +91,17 @@ class Shards:
             m = momentum[0 if packed else 1][i]
             encode_momentum(codec, self.gradient[i], m, self.error[i], out[i], beta=0.9)
 
+        def at_once(i: int) -> None:
+            blend = Blend(self.gradient[i], self.error[i], last[i], 0.9)
+            codec.signs_and_leave(blend, out[i], self.error[i])
+
         def step(i: int) -> None:
             frozen_step(codec, last[i], self.value[i], self.inverse[i], lr=1e-6, weight_decay=0.01)
 
         many = [[last[(i + k) % self.count] for k in range(WORKERS)] for i in range(self.count)]
         return {
             "onebit encode momentum": lambda i: encode(i, True),
+            "onebit encode momentum one pass": at_once,
             "onebit encode momentum float32": lambda i: encode(i, False),
             "onebit encode": lambda i: codec.encode(self.gradient[i], out[i], self.error[i]),
             "onebit decode add": lambda i: codec.decode_add(last[i], self.total[i]),

@@ -144,6 +144,8 @@ def check_groups(
          "a host's workers may train different parameters, so all push directly"),
         ("training.early_update = true", training.early_update,
          "what others read would be an update that no commit has confirmed"),
+        ("training.free_gradients = true", training.free_gradients,
+         "worker 0 asks for a checkpoint at any step of the other groups"),
         (f"training.backup_workers = {training.backup_workers}", training.backup_workers > 0,
          "a group may have too few workers to do without one"),
         ("training.overlap = double_buffer", training.overlap == "double_buffer",
@@ -168,6 +170,7 @@ def check_relations(training: TrainingConfig, communication: CommunicationConfig
     early, local = "training.early_update = true", "training.local_reduction = on"
     racks, late = "communication.rack_aggregation = on", "training.overlap = double_buffer"
     own = "there each worker's gradient is an update by itself"
+    free = "training.free_gradients = true"
     for first, second, wrong, why in (
         ("training.staleness_scaling = true", mode, training.staleness_scaling
          and training.mode != "async", "only async knows it"),
@@ -184,6 +187,9 @@ def check_relations(training: TrainingConfig, communication: CommunicationConfig
          "an owner sends updates on after step() only"),
         (local, late, training.local_reduction == "on" and training.overlap == "double_buffer",
          "an owner sends updates on from the parameters"),
+        (free, mode, training.free_gradients and stale, own),
+        (free, late, training.free_gradients and training.overlap == "double_buffer",
+         "a late gradient is kept for a step"),
     ):  # fmt: skip
         if wrong:
             raise ConfigError(
@@ -209,6 +215,8 @@ def check_backup(
          "a host's sum may hold somebody who is too late"),
         ("training.early_update = true", training.early_update,
          "servers would update before it is known who makes the step"),
+        ("training.free_gradients = true", training.free_gradients,
+         "a gradient that is dropped is given back, and it would be gone"),
     ):  # fmt: skip
         if backup and wrong:
             raise ConfigError(

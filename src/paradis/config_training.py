@@ -116,6 +116,14 @@ class TrainingConfig:
         "gradients before step() ends the job, hence false.",
         shared="early_update",
     )
+    free_gradients: bool = key(
+        False,
+        BOOL,
+        "Let gradients go in backward once OneBitAdam has frozen: p.grad is None then, a worker "
+        "holds 4 bytes an element less. Nothing can be undone, and save_checkpoint is for all "
+        "workers to call, hence false.",
+        shared="free_gradients",
+    )
     detect_value_changes: bool = key(
         True,
         BOOL,

@@ -41,6 +41,7 @@ class SharedSettings:
         local_reduction: ``auto``, ``on`` or ``off``, the workers of a host reduce first.
         on_early_finish: ``continue`` or ``fail``, when a worker runs out of batches.
         early_update: servers update a shard before the workers have committed.
+        free_gradients: gradients of 1-bit Adam are let go in backward, in steps as codes.
         checkpoint_directory: empty: inside the run directory.
         checkpoint_every_steps: 0: only when the script asks.
         restore: checkpoint to start from; empty: none.
@@ -79,6 +80,7 @@ class SharedSettings:
     local_reduction: str = "off"
     on_early_finish: str = "continue"
     early_update: bool = False
+    free_gradients: bool = False
     detect_value_changes: bool = True
     debug_gradients: bool = False
     check_finite: bool = True

@@ -2,8 +2,8 @@
 
     coded_worker.py OUT WAY STEPS [save STEP | from STEP [WAYS] | slower | faster | recompress]
 
-WAY is bf16, int8, onebit, auto or lion. Every rank makes every rank's gradients and does beside its
-training what servers and all workers should do: no messages, no shards, no threads.
+WAY is bf16, int8, onebit, onebit-free, auto or lion. Every rank makes every rank's gradients and
+does beside its training what servers and all workers should do: no messages, no shards, no threads.
 After ``from`` it saves once more, one step before the end; WAYS has a 1 for each earlier step that
 travelled as codes, else a 0. With ``slower`` the leader is told that steps take longer as codes,
 and there is a checkpoint when it knows; with ``faster`` the opposite. With ``recompress`` ranks 0
@@ -32,6 +32,9 @@ SHAPES = ((50_001,), (130, 97), (5000,), (33,), (7,))
 """Cut into shards; alone; in a bucket with nobody; in full, in a bucket of two."""
 
 FREEZE = 4
+FREE = "onebit-free"
+"""1-bit Adam with gradients that are let go: none is changed after backward, where none is left."""
+
 THRESHOLD = 4096
 RACKS = ((0, 1), (2,)) if sys.argv[4:5] == ["recompress"] else ()
 NOISE = torch.randn(400_000, generator=torch.Generator().manual_seed(7))
@@ -57,7 +60,7 @@ def absent(step: int, rank: int, index: int) -> bool:
 
 def revised(step: int, rank: int) -> bool:
     """Whether the script changes a gradient after backward; early updates would forbid it."""
-    return step == 7 and rank == 0 and sys.argv[4:5] != ["faster"]
+    return step == 7 and rank == 0 and sys.argv[4:5] != ["faster"] and sys.argv[2] != FREE
 
 
 def gradient(step: int, rank: int, index: int) -> torch.Tensor | None:
@@ -89,6 +92,15 @@ def make_optimizer(way: str, model: Parts) -> torch.optim.Optimizer:
             parameters, lr=1e-3, betas=(0.8, 0.9), freeze_step=fixed, weight_decay=0.1
         )
     return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def left_over(model: Parts, step: int, rank: int) -> list[str]:
+    """Return what is wrong with the gradients that are left after backward, where some are not."""
+    expected = [not absent(step, rank, index) for index in range(len(SHAPES))]
+    if sys.argv[2] == FREE and step >= FREEZE:  # what travels as codes has gone
+        expected[:3] = [False] * 3
+    left = [part.grad is not None for part in model.parts]
+    return [] if left == expected else [f"step {step}: gradients are left: {left}"]
 
 
 class Stopwatch:
@@ -179,16 +191,15 @@ class Twin:
 
 
 def main() -> None:
-    out, way, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    out, way, steps = Path(sys.argv[1]), sys.argv[2].removesuffix("-free"), int(sys.argv[3])
     what, at = (*sys.argv[4:5], "")[0], int((*sys.argv[5:6], "-1")[0])
     ways = [each == "1" for each in (*sys.argv[6:7], "")[0]]
     rank = paradis.rank()
     model = Parts()
     initial = [p.detach().clone() for p in model.parts]
     optimizer = paradis.wrap(model, make_optimizer(way, model))
-    name = optimizer._inner_name
     options = options_of(optimizer.param_groups[0])
-    twins = [Twin(i, v, way, name, options) for i, v in enumerate(initial)]
+    twins = [Twin(i, v, way, optimizer._inner_name, options) for i, v in enumerate(initial)]
     failures: list[str] = []
     sizes: list[tuple[float, float]] = []
     first_coded = {"onebit": FREEZE, "auto": -1}.get(way, 0)
@@ -204,6 +215,7 @@ def main() -> None:
         before = optimizer.metrics()
         model.zero_grad()
         backward(model, step, rank)
+        failures += left_over(model, step, rank)
         optimizer.step()
         optimizer.wait()
         if optimizer._binding.memory.gradients():

@@ -26,7 +26,7 @@ SMALL = {
 }
 """Cuts; and nothing is sent twice only because the machine is slow."""
 
-WAYS = ("bf16", "int8", "onebit", "lion")
+WAYS = ("bf16", "int8", "onebit", "onebit-free", "lion")
 STEPS = 10
 
 Start = Callable[..., Job]
@@ -34,7 +34,8 @@ Start = Callable[..., Job]
 
 def settings_of(way: str) -> dict[str, str]:
     """Optimizers with a code of their own need no setting."""
-    return SMALL | ({"training.compression": way} if way in ("bf16", "int8") else {})
+    free = {"training.free_gradients": "true"} if way == "onebit-free" else {}
+    return SMALL | free | ({"training.compression": way} if way in ("bf16", "int8") else {})
 
 
 def results(directory: Path, workers: int) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def test_bytes(start_job: Start, tmp_path: Path, way: str) -> None:
     assert sent == received == result["codes"] + padded
 
 
-@pytest.mark.parametrize("way", ["int8", "onebit", "lion"])
+@pytest.mark.parametrize("way", ["int8", "onebit", "onebit-free", "lion"])
 @pytest.mark.parametrize("save", [2, 8])
 def test_resume(start_job: Start, tmp_path: Path, way: str, save: int) -> None:
     """What codes have left out is saved: on other servers it goes on as if nothing had been."""

@@ -59,9 +59,9 @@ class Job:
 
     def __init__(
         self, kind: str, *, workers: int = 4, cuts: Cuts = CUTS, dtype: torch.dtype = DOUBLE,
-        codec: OneBit | None = None, dead: int = 0,
+        codec: OneBit | None = None, dead: int = 0, at_once: bool = False,
     ) -> None:  # fmt: skip
-        self.kind, self.cuts, self.dtype = kind, cuts, dtype
+        self.kind, self.cuts, self.dtype, self.at_once = kind, cuts, dtype, at_once
         self.given: dict[tuple[int, int], list[Any]] = {}
         self.codec = codec or OneBit(dtype=dtype)
         self.values = [gaussian(n, 90 + i, dtype) for i, n in enumerate(LENGTHS)]
@@ -97,7 +97,15 @@ class Job:
         coder = self.workers[rank][shard]
         code = torch.full((coder.code_bytes,), 0xA5, dtype=torch.uint8)
         self.given[rank, shard] = self.views(gradients, self.cuts[shard])
-        coder.encode(self.given[rank, shard], code, OPTIONS)
+        given = self.given[rank, shard]
+        if self.at_once:
+            given = [None if g is None else g.clone() for g in given]
+            coder.encode_and_keep(given, code, OPTIONS)
+            for gradient in given:  # it is not needed any more
+                if gradient is not None:
+                    gradient.fill_(math.nan)
+        else:
+            coder.encode(given, code, OPTIONS)
         return code
 
     def step(
@@ -119,7 +127,8 @@ class Job:
         mean = total_of(server, [codes[rank] for rank in sorted(codes)], segments, self.dtype)
         server.update(mean.div_(len(codes)), UNUSED, present, options)
         for rank, coders in enumerate(self.workers):
-            coders[shard].keep()
+            if not self.at_once or self.kind == "onebit":  # there it has nothing left to do
+                coders[shard].keep()
             mine = self.views(self.copies[rank], segments)
             coders[shard].install(server.code, mine, present, options)
 
@@ -200,10 +209,10 @@ def draw(step: int, workers: int = 4, dtype: torch.dtype = DOUBLE) -> list[list[
 # ------------------------------------------------------------------------ 1-bit Adam
 
 
-@pytest.mark.parametrize("dead", [0, 5])
-def test_nothing_is_lost_between_gradients_and_updates(dead: int) -> None:
+@pytest.mark.parametrize(("dead", "at_once"), [(0, False), (5, False), (5, True)])
+def test_nothing_is_lost_between_gradients_and_updates(dead: int, at_once: bool) -> None:
     """sum of M + E + mean e = sum of mean u, over 200 steps."""
-    job = Job("onebit", dead=dead)
+    job = Job("onebit", dead=dead, at_once=at_once)
     sent, meant = [np.zeros(n) for n in LENGTHS], [np.zeros(n) for n in LENGTHS]
     for step in range(200):
         gradients = draw(step)
@@ -368,11 +377,39 @@ def test_repeats_and_skipped_steps_leave_no_trace(kind: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", ["l1", "l2"])
+@pytest.mark.parametrize("dead", [0, 5])
+def test_what_counts_at_once_has_the_same_bits(kind: str, scale: str, dead: int) -> None:
+    """With absent parameters, from the first code on; a restore finds the same memories."""
+    codec = onebit_codec({"scale": scale})
+    jobs = [Job(kind, dtype=torch.float32, codec=codec, dead=dead, at_once=at_once)
+            for at_once in (False, True)]  # fmt: skip
+    for step in range(6):
+        gradients: list[Any] = draw(step, dtype=torch.float32)
+        if step in (0, 3):
+            gradients[1][0] = None
+        if step == 2:
+            gradients = [[mine[0], None, mine[2]] for mine in gradients]
+        for job in jobs:
+            job.step(gradients)
+            job.check_copies()
+        for a, b in zip(memories(jobs[0]), memories(jobs[1]), strict=True):
+            assert same_bits(a, b)
+    assert all(same_bits(a, b) for a, b in zip(jobs[0].values, jobs[1].values, strict=True))
+
+
+def test_a_code_that_counted_at_once_comes_once() -> None:
+    job = Job("onebit", at_once=True)
+    job.encode(0, 0, draw(1)[0])
+    with pytest.raises(AssertionError, match="move first"):
+        job.encode(0, 0, draw(2)[0])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_refused_and_changes_nothing(kind: str, bad: float) -> None:
-    job = Job(kind, dtype=torch.float32)
+def test_a_refusal_at_once_names_the_segment_and_moves_no_value(bad: float) -> None:
+    job = Job("onebit", dtype=torch.float32, at_once=True)
     job.step(draw(1, dtype=torch.float32))
-    before, values = memories(job), [value.clone() for value in job.values]
+    values = [value.clone() for value in job.values]
     gradients = draw(2, dtype=torch.float32)[0]
     gradients[1][5] = bad
     with pytest.raises(NonFiniteGradient) as caught:
@@ -382,6 +419,28 @@ def test_what_is_not_finite_is_refused_and_changes_nothing(kind: str, bad: float
     total[448 + 3] = bad
     with pytest.raises(NonFiniteGradient) as caught:
         job.servers[0].update(total, UNUSED, [True, True], OPTIONS)
+    assert caught.value.fields["segment"] == 1 and job.servers[0].refuses
+    assert all(same_bits(a, b) for a, b in zip(values, job.values, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused_and_changes_nothing(kind: str, bad: float) -> None:
+    """On a server a refusal ends the job: of 1-bit Adam only the values are as they were."""
+    job = Job(kind, dtype=torch.float32)
+    job.step(draw(1, dtype=torch.float32))
+    before, values = memories(job), [value.clone() for value in job.values]
+    gradients = draw(2, dtype=torch.float32)[0]
+    gradients[1][5] = bad
+    with pytest.raises(NonFiniteGradient) as caught:
+        job.encode(0, 0, gradients)
+    assert caught.value.fields["segment"] == 1
+    assert all(same_bits(a, b) for a, b in zip(before, memories(job), strict=True))
+    total = torch.zeros(448 + 37)
+    total[448 + 3] = bad
+    server = job.servers[0] if kind == "lion" else Job(kind, dtype=torch.float32).servers[0]
+    with pytest.raises(NonFiniteGradient) as caught:
+        server.update(total, UNUSED, [True, True], OPTIONS)
     assert caught.value.fields["segment"] == 1
     assert all(same_bits(a, b) for a, b in zip(before, memories(job), strict=True))
     assert all(same_bits(a, b) for a, b in zip(values, job.values, strict=True))

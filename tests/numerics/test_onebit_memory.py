@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradis.errors import LocalProtocolError
+from paradis.errors import LocalProtocolError, NonFiniteGradient
 from paradis.numerics.codecs.onebit import Blend, OneBit, pack_mask
 from paradis.numerics.codecs.onebit_adam import frozen_step, inverse_denominator
 from paradis.numerics.coding import State
@@ -167,6 +167,65 @@ def test_no_error_is_an_error_of_zeros_and_memory_is_used_again(
         blend = Blend(gradient, None, last, 0.9, mask)
         codec.leave(blend, codec.signs(blend, codes[1]), last)
         assert same_bits(last, errors[0]) and same_bits(codes[0], codes[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(0, 200) | st.sampled_from([1023, 1024, 1025, 3001]),
+    block=st.sampled_from([1, 8, 100, 1024, 1500, None]),
+    norm=st.sampled_from(["l1", "l2"]),
+    dtypes=st.sampled_from(
+        [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.float64,) * 2]
+    ),
+    momentum=st.sampled_from(["none", "numbers", "code"]),
+    where=st.sampled_from(["error", "momentum", "new"]),
+    masked=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_one_pass_has_the_bits_of_two(
+    length: int, block: int | None, norm: Literal["l1", "l2"], momentum: str,
+    dtypes: tuple[torch.dtype, torch.dtype], where: str, masked: bool, seed: int,
+) -> None:  # fmt: skip
+    """In the memory of the error, or of a momentum in numbers, or beside them."""
+    dtype, given_in = dtypes
+    codec = OneBit(block_elements=block, norm=norm, dtype=dtype)
+    mask = pack_mask(draw(length, seed) < 0.5) if masked else None
+    last: torch.Tensor | None = None if momentum == "none" else draw(length, seed + 1).to(dtype)
+    if momentum == "code":
+        numbers, last = last, torch.empty(codec.encoded_bytes(length), dtype=torch.uint8)
+        assert numbers is not None
+        codec.signs(Blend(numbers, None), last)
+    gradient = draw(length, seed + 2).to(given_in)
+    gradient[::3] = -0.0
+    error = draw(length, seed + 3).to(dtype) if where == "error" else None
+    target = torch.empty(length, dtype=dtype)
+    if error is not None:
+        target = error
+    elif where == "momentum" and momentum == "numbers":
+        assert last is not None
+        target = last
+    code = torch.empty(codec.encoded_bytes(length), dtype=torch.uint8)
+    once, left = code.clone(), torch.empty(length, dtype=dtype)
+    blend = Blend(gradient, error, last, 0.9, mask)
+    codec.leave(blend, codec.signs(blend, code), left)
+    codec.signs_and_leave(blend, once, target)
+    assert same_bits(code, once) and same_bits(left, target)
+
+
+@pytest.mark.parametrize("block", [100, 1024, 1500])
+def test_one_pass_leaves_the_block_that_is_refused(block: int) -> None:
+    """And those after it; those before have what they would have."""
+    codec, gradient, error = OneBit(block_elements=block), draw(5000, 1), draw(5000, 2)
+    code = torch.empty(codec.encoded_bytes(5000), dtype=torch.uint8)
+    blend, left = Blend(gradient, error.clone()), torch.empty(5000)
+    codec.leave(blend, codec.signs(blend, code), left)
+    for bad in (float("nan"), float("-inf")):
+        gradient[2 * block + 60] = bad
+        target = error.clone()
+        with pytest.raises(NonFiniteGradient, match=f"gradient, element {2 * block + 60};"):
+            codec.signs_and_leave(Blend(gradient, target), code, target)
+        assert same_bits(target[: 2 * block], left[: 2 * block])
+        assert same_bits(target[2 * block :], error[2 * block :])
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,8 @@ KEYS = {
     "socket_buffer same_host rack_aggregation rack_codes",
     "training": "mode staleness staleness_scaling backup_workers overlap watch_views "
     "delay_warmup_steps compression compression_benefit compression_threshold local_reduction "
-    "on_early_finish early_update detect_value_changes debug_gradients check_finite",
+    "on_early_finish early_update free_gradients detect_value_changes debug_gradients "
+    "check_finite",
     "checkpoint": "directory every_steps keep restore",
     "launch": "grace_period drain_timeout run_directory omp_threads",
     "scheduler": "virtual_nodes load_epsilon",

@@ -138,6 +138,8 @@ REFUSALS = [
     ("training: {mode: async, local_reduction: on}", "an update by itself"),
     ("training: {overlap: double_buffer, local_reduction: on}", "from the parameters"),
     ("training: {early_update: true, local_reduction: on}", "after step() only"),
+    ("training: {overlap: double_buffer, free_gradients: true}", "is kept for a step"),
+    ("training: {mode: ssp, free_gradients: true}", "training.free_gradients = true with"),
     ("training: {mode: ssp, staleness: -1}", "expected at least 0"),
     ("training: {mode: ssp, staleness_scaling: true}", "only async knows it"),
     ("training: {mode: async, on_early_finish: fail}", "training.on_early_finish = fail with"),
@@ -148,6 +150,10 @@ REFUSALS = [
     (
         "{topology: {workers: 3}, training: {backup_workers: 1, overlap: double_buffer}}",
         "a version that is gone",
+    ),
+    (
+        "{topology: {workers: 3}, training: {backup_workers: 1, free_gradients: true}}",
+        "is given back",
     ),
     (
         "{topology: {workers: 3}, training: {backup_workers: 1, early_update: true}}",
@@ -207,6 +213,11 @@ REFUSALS = [
         "{topology: {worker_groups: {a: {workers: 1}, b: {workers: 1}}}, "
         "training: {overlap: double_buffer}}",
         "training.overlap = double_buffer with several topology.worker_groups",
+    ),
+    (
+        "{topology: {worker_groups: {a: {workers: 1}, b: {workers: 1}}}, "
+        "training: {free_gradients: true}}",
+        "training.free_gradients = true with several topology.worker_groups",
     ),
     (
         "{topology: {worker_groups: {a: {mode: ssp}}}, training: {local_reduction: on}}",

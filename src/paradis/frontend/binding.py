@@ -15,11 +15,12 @@ from paradis.frontend.collector import Collector
 from paradis.frontend.compression import Compressor
 from paradis.frontend.early import EarlyUpdates
 from paradis.frontend.flight import Flight
+from paradis.frontend.freeing import frees_gradients
 from paradis.frontend.naming import Named, name_parameters
 from paradis.frontend.other_groups import OtherGroups
 from paradis.frontend.overlap import After, Explain
 from paradis.frontend.session import Session
-from paradis.frontend.step_clock import StepClock
+from paradis.frontend.step_clock import record
 from paradis.frontend.watch import ModelWatch, check_tensors
 from paradis.numerics.elementwise import check_supported, options_of
 from paradis.roles import events as ev
@@ -77,7 +78,10 @@ class Binding:
         session.bindings.append(self)
         self._trained: dict[int, None] = {}
         self.watch = ModelWatch(model)
-        self.memory = GroupMemory(detect_changes=session.settings.detect_value_changes)
+        self.memory = GroupMemory(
+            detect_changes=session.settings.detect_value_changes,
+            frees=frees_gradients(session, optimizer_name),
+        )
         session.node.memory[self.group] = self.memory
         self._timeout_s = session.settings.sync_timeout_s + _MARGIN_S
         self.early = EarlyUpdates.where_on(session, self)
@@ -94,14 +98,8 @@ class Binding:
             self.memory, self._ready, self._begin_step, late=self._delays,
             debug=session.settings.debug_gradients,
         )  # fmt: skip
-        tracer = session.node.tracer
-        if tracer is not None:
-            clock = StepClock(
-                tracer.recorder, group=self.group, rank=session.rank, step=lambda: self._step
-            )
-            self.collector.clock = clock
-            self.flight.record(clock)
-            self.compressor.on_done = lambda *done: tracer.compressed(self.group, self._step, *done)
+        self.compressor.on_let_go = self.collector.encoded
+        record(self, lambda: self._step)
 
     @property
     def steps_done(self) -> int:

@@ -15,8 +15,8 @@ from paradis.numerics.coding import WorkerCoder
 from paradis.numerics.elementwise import elementwise
 from paradis.roles import events as ev
 from paradis.runtime.pages import give_back
+from paradis.runtime.shard_memory import ShardMemory, own_key
 from paradis.runtime.shard_store import split_sections
-from paradis.runtime.worker_memory import ShardMemory, own_key
 from paradis.storage.checkpoint import PieceReader
 from paradis.storage.manifest import group_directory, read_manifest, resolve
 from paradis.wire.messages import Options, Plan, Register
@@ -42,6 +42,7 @@ class Codes:
         self._binding = binding
         self._begun: dict[int, None] = {}
         self._followed = (-1, -1)
+        self._kept = False  # what the last steps in full have freed is still this process's
         self.ready = False
 
     def describe(self, request: Register) -> Register:
@@ -226,6 +227,9 @@ class Codes:
         coded = group.coded
         if self.ready:
             self._followed = (group.step, group.parts)
+        if self._kept:
+            self._kept = False
+            give_back()
         if self.ready and binding.session.alive:
             self._begin({
                 s: m for s, m in binding.memory.shards.items()
@@ -243,6 +247,8 @@ class Codes:
             self._fetch(tuple(frozen[start : start + _BATCH]))
         if frozen:
             give_back()
+            # Gradients of the last step in full go with this one, and none comes in their place.
+            self._kept = binding.memory.frees
         restored = binding.session.settings.restore
         if shards and restored and binding.steps_done == binding.steps_before:
             self._take_own(shards.values())

@@ -5,6 +5,10 @@ all its parameters have fired; while the step before is on its way, it is put of
 gradient, or ``step()``. That push is tentative: a gradient is what it was when handed over if
 it is the same tensor with the same version counter. ``step()`` compares, and hands over what is
 missing.
+
+With ``training.free_gradients`` a gradient that travels as a code is taken instead: ``.grad`` is
+None from then on, its memory goes when its codes are made, and it counts. So nothing may come after
+it in its step, and what could not be noticed then is refused in all steps.
 """
 
 from __future__ import annotations
@@ -12,30 +16,24 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import xxhash
 
-from paradis.errors import ConfigError, StateError
+from paradis.errors import ConfigError
+from paradis.frontend.freeing import (
+    refuse_after_backward,
+    refuse_rewriting,
+    refuse_second,
+)
+from paradis.frontend.handed import GONE, Handed
 from paradis.frontend.reach import reachable_gradients
 from paradis.frontend.step_clock import StepClock
 from paradis.numerics.memory_order import as_bytes
-from paradis.runtime.bound_tensor import BoundTensor
 from paradis.runtime.worker_memory import GroupMemory
 
 _REVISED_STEPS_MAX = 2
 """After this many steps whose gradients mostly changed after backward, pushes start in step()."""
-
-
-@dataclass(slots=True)
-class Handed:
-    """A gradient as it was handed over: the tensor, its version, its flat form, its hash."""
-
-    grad: torch.Tensor
-    version: int
-    flat: torch.Tensor
-    digest: int = 0
 
 
 class Collector:
@@ -54,7 +52,8 @@ class Collector:
         yielded: shards that backward handed over in the step closed last, in order.
         deferred: pushes start in ``step()``: in the first step, where a GradScaler may be in use
             (what it unscales bumps no version counter), from then on if one is, and where the
-            script changes most gradients after backward (clips them, say).
+            script changes most gradients after backward (clips them, say). Never where gradients
+            are taken, for none of that is allowed there.
         clock: is told of each gradient, where spans are recorded.
         altered: names of parameters whose gradient was pushed and was found changed by `close`.
         rewritten: the script itself changed a gradient after the last backward of this step.
@@ -70,7 +69,7 @@ class Collector:
         self._late = late
         self._debug = debug
         self.pushing = True
-        self.deferred = True
+        self.deferred = not memory.frees
         self.rewritten = False
         self.altered: list[str] = []
         self.clock: StepClock | None = None
@@ -116,6 +115,7 @@ class Collector:
             if self.clock is not None:
                 self.clock.gradient()
             if self._handed[index] is not None:
+                refuse_second(self._memory, index)
                 self._again[index] = None
             elif self.pushing and not self.deferred and not self._late():
                 self._hand_over(index)
@@ -194,11 +194,51 @@ class Collector:
         return False
 
     def _hand_over_shards(self, complete: list[int]) -> None:
+        complete = [shard for shard in complete if not self._before_codes(shard)]
         for shard in complete:
             self._hand_over_shard(shard)
         ready = tuple(s for s in complete if self._memory.shards[s].plan.length)
         if ready:
             self._ready(ready)
+
+    def _before_codes(self, shard: int) -> bool:
+        """Whether a gradient was not taken, for codes had not begun: ``step()`` does both then."""
+        if not (self._memory.frees and self._memory.codes(shard)):
+            return False
+        handed = (self._handed[s.parameter] for s in self._memory.shards[shard].plan.segments)
+        return any(each is not None and not each.taken for each in handed)
+
+    def _takes(self, index: int) -> bool:
+        """Whether a parameter's gradient is taken: all of it travels as codes, which count."""
+        memory = self._memory
+        return memory.frees and all(memory.codes(shard) for shard in self._shards_of[index])
+
+    def encoded(self, shard: int, flats: tuple[torch.Tensor | None, ...]) -> None:
+        """Let go of gradients that were taken, where all their codes are made.
+
+        Args:
+            shard: whose code has just been made, on any thread, perhaps of the step before.
+            flats: per segment what it was made of.
+        """
+        every = self._handed
+        for segment, flat in zip(self._memory.shards[shard].plan.segments, flats, strict=True):
+            index = segment.parameter
+            handed = every[index]
+            if handed is None or not handed.taken or handed.flat is not flat:
+                continue
+            shards = self._shards_of[index]
+            if all(s in self._handed_shards and not self._memory.shards[s].flats for s in shards):
+                every[index] = GONE
+
+    def refuse_taken(self, what: str) -> None:
+        """Refuse what cannot be done any more where a gradient of this step has been taken.
+
+        Raises:
+            StateError: one has; names its parameter.
+        """
+        for index, handed in enumerate(self._handed):
+            if handed is not None and handed.taken:
+                refuse_after_backward(what, self._memory.tensors[index].name)
 
     def _hand_over_shard(self, shard: int) -> None:
         flats: list[torch.Tensor | None] = []
@@ -226,6 +266,10 @@ class Collector:
             return None
         if self._late():
             flat = bound.set_aside(flat)
+        if self._takes(index):
+            with torch._C.DisableTorchFunctionSubclass():
+                bound.tensor.grad = None
+            return Handed(grad, grad._version, flat, taken=True)
         digest = xxhash.xxh3_64_intdigest(as_bytes(flat)) if self._debug else 0
         return Handed(grad, grad._version, flat, digest)
 
@@ -265,8 +309,13 @@ class Collector:
         bound = self._memory.tensors[index]
         grad = bound.tensor.grad
         handed = self._handed[index]
+        if handed is not None and handed.taken:
+            if grad is not None:
+                refuse_second(self._memory, index)
+            return True
         if grad is None:
             if handed is not None:
+                refuse_rewriting(self._memory, index)
                 changed[index] = None
                 self._handed[index] = None
             return False  # dropped, as zero_grad() does: that is no rewriting
@@ -274,21 +323,15 @@ class Collector:
             changed[index] = None
             self._handed[index] = self._look(index)
         elif all_changed or grad is not handed.grad or grad._version != handed.version:
+            refuse_rewriting(self._memory, index)
             changed[index] = None
             self.rewritten = self.rewritten or not (all_changed or index in self._again)
             self._handed[index] = self._look(index)
+        elif self._takes(index):  # codes had not begun when backward yielded it
+            self._handed[index] = self._look(index)
         elif self._debug:
-            self._check_digest(bound, handed)
+            handed.check_digest(bound.name)
         return True
-
-    @staticmethod
-    def _check_digest(bound: BoundTensor, handed: Handed) -> None:
-        if xxhash.xxh3_64_intdigest(as_bytes(handed.flat)) != handed.digest:
-            raise StateError(
-                f"gradient of {bound.name} was changed after backward through .data or NumPy, "
-                "which no version counter sees; change it through torch operations "
-                "(p.grad.mul_(...)), so that the change counts"
-            )
 
     def _settle_shards(
         self, bits: bytearray, changed: dict[int, None]
@@ -325,7 +368,8 @@ class Collector:
 
     def reachable(self) -> list[int]:
         """Return the parameters whose gradients something else could write; call after `close`."""
-        return reachable_gradients((i, h) for i, h in enumerate(self._handed) if h is not None)
+        sent = [(i, h) for i, h in enumerate(self._handed) if h is not None and h is not GONE]
+        return reachable_gradients(sent)
 
     def non_finite(self) -> str:
         """Return the name of the first parameter with NaN or infinity in its gradient, or "".

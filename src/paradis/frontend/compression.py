@@ -4,7 +4,8 @@ Invariants:
 * a shard is handed over with the code of the gradient it was handed in with, or not at all;
 * a code that failed before ``step()`` is made again from then on: the script may have changed the
   gradient;
-* a step that is left to the thread ends, or the job fails: it is committed.
+* a step that is left to the thread ends, or the job fails: it is committed;
+* where codes count as they are made (`GroupMemory.frees`), a code is made once, or the job fails.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+import torch
+
 from paradis.errors import DeadlineExceeded, NonFiniteGradient
 from paradis.numerics.elementwise import Options
 from paradis.runtime.executor import start_on_one_thread
+from paradis.runtime.shard_memory import ShardMemory
 from paradis.runtime.worker_memory import GroupMemory
 from paradis.transport.scheduling import yield_to_compute
 
 Done = Callable[[int, int, int], None]
+LetGo = Callable[[int, tuple[torch.Tensor | None, ...]], None]
+
+
+_WAITING_BYTES_MAX = 64 << 20
+"""Gradients that wait to be encoded and let go, before backward waits: it may be the faster one."""
 
 
 class _Job(NamedTuple):
@@ -46,6 +55,8 @@ class Compressor:
 
     Attributes:
         on_done: called with (shard, begin, bytes) for each code, where spans are recorded.
+        on_let_go: called with a shard whose gradients are not needed any more, and these, where
+            codes count as they are made.
     """
 
     def __init__(
@@ -67,24 +78,37 @@ class Compressor:
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._busy: _Job | None = None
+        self._waiting_bytes = 0
         self._left = -1  # the last step that was left to the thread
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._now: list[Options] | None = None
         self._coded: dict[int, None] = {}
+        self._error: Exception | None = None
         self.on_done: Done | None = None
+        self.on_let_go: LetGo | None = None
 
     def submit(self, shards: Sequence[int]) -> None:
-        """Make codes of gradients that backward has finished, and hand them over."""
+        """Make codes of gradients that backward has finished, and hand them over.
+
+        Where these are let go then, wait until few are left.
+
+        Raises:
+            DeadlineExceeded: the compressing thread does not come to an end.
+        """
         if self._now is None:
             self._now = self._options()
         with self._changed:
             self._add(shards, self._now)
+        if self._memory.frees:
+            most = _WAITING_BYTES_MAX
+            self._wait_until(lambda: self._waiting_bytes <= most or self._stopped)
 
     def _add(self, shards: Sequence[int], options: Sequence[Options]) -> None:
         """Queue codes; the caller holds the lock."""
         step = self._step()
         self._waiting.extend(_Job(shard, step, options, self._coded) for shard in shards)
+        self._waiting_bytes += sum(map(self._bytes, shards))
         self._changed.notify_all()
         if self._thread is None:
             self._thread = start_on_one_thread(self._run, "paradis-compression")
@@ -93,8 +117,7 @@ class Compressor:
         yield_to_compute()
         while True:
             with self._changed:
-                self._busy = None
-                self._changed.notify_all()
+                self._rest()
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if self._stopped:
                     return
@@ -104,20 +127,41 @@ class Compressor:
             except Exception as error:
                 with self._changed:
                     left = job.step <= self._left
-                    self._busy = None
-                if left:  # else it is made again in step()
+                    self._rest()
+                if left and not self._memory.frees:  # else it is made again in step()
                     self._fail(self._named(job.shard, error))
                 continue
             self._hand_over((job.shard,), job.step)
+
+    def _rest(self) -> None:
+        """No code is being made any more; the caller holds the lock."""
+        if self._busy is not None:
+            self._waiting_bytes -= self._bytes(self._busy.shard)
+        self._busy = None
+        self._changed.notify_all()
 
     def _encode(self, job: _Job, *, empty: bool = False) -> None:
         shard, start_ns = job.shard, time.monotonic_ns()
         memory = self._memory.shards[shard]
         options = job.options[memory.plan.options_group]
-        memory.encode(options, coded=self._memory.coded, empty=empty)
+        if self._memory.frees and self._memory.coded:
+            self._encode_at_once(job, memory, options)
+        else:
+            memory.encode(options, coded=self._memory.coded, empty=empty)
         job.coded[shard] = None
         if self.on_done is not None and not empty:
             self.on_done(shard, start_ns, sum(map(len, memory.gradient)))
+
+    def _encode_at_once(self, job: _Job, memory: ShardMemory, options: Options) -> None:
+        flats = memory.flats
+        try:
+            memory.encode(options, coded=True, counts_in=job.step)
+        except Exception as error:
+            self._error = self._named(job.shard, error)
+            self._fail(self._error)  # memories have changed: the script must not go on
+            raise
+        if self.on_let_go is not None:
+            self.on_let_go(job.shard, flats)
 
     def leave(
         self, present: Sequence[int], revised: Collection[int], options: Sequence[Options]
@@ -139,6 +183,8 @@ class Compressor:
             DeadlineExceeded: as `settle`.
         """
         counted = dict.fromkeys(present)
+        if self._error is not None:
+            raise self._error
         with self._changed:
             coming = {job.shard: None for job in (self._busy, *self._waiting) if job is not None}
             made = {**self._coded, **coming}
@@ -178,6 +224,8 @@ class Compressor:
             DeadlineExceeded: the compressing thread does not come to an end.
         """
         self._drain()
+        if self._error is not None:
+            raise self._error
         changed, counted = dict.fromkeys(revised), dict.fromkeys(present)
         for shard in [s for s in self._coded if s not in counted]:
             self._memory.forget(shard)  # encoded, and dropped since
@@ -198,12 +246,16 @@ class Compressor:
                 del self._coded[shard]
         return finite
 
+    def _bytes(self, shard: int) -> int:
+        return sum(map(len, self._memory.shards[shard].value))
+
     def _drain(self) -> None:
+        self._wait_until(lambda: not self._waiting and self._busy is None)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            idle = self._changed.wait_for(
-                lambda: not self._waiting and self._busy is None, timeout=self._timeout_s
-            )
-        if not idle:
+            done = self._changed.wait_for(ready, timeout=self._timeout_s)
+        if not done:
             raise DeadlineExceeded(
                 f"compression timed out after {self._timeout_s:.0f} s: {len(self._waiting)} shards "
                 "are left; is the process stopped in a debugger?"

@@ -8,6 +8,7 @@ from paradis.core.codes import needs_all_codes
 from paradis.errors import ConfigError
 from paradis.frontend.collector import Collector
 from paradis.frontend.delay import CAVEAT, Delay
+from paradis.frontend.freeing import refuse_scaler
 from paradis.frontend.overlap import After, Explain, Overlap
 from paradis.frontend.reach import reachable_values
 from paradis.frontend.step_clock import StepClock
@@ -70,11 +71,12 @@ class Flight:
         return self._mode == "double_buffer" and step >= self._warmup_steps
 
     def check_scaler(self) -> None:
-        """Refuse a GradScaler where overflows would be known too late.
+        """Refuse a GradScaler where overflows would be known too late, or gradients are gone.
 
         Raises:
-            ConfigError: they would.
+            ConfigError: they would, or are.
         """
+        refuse_scaler(self._memory)
         if self._mode == "double_buffer":
             raise ConfigError(
                 "step refused: a GradScaler with training.overlap: double_buffer; the scaler must "

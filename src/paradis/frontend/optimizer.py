@@ -14,7 +14,9 @@ import torch
 from paradis.errors import ConfigError, NonFiniteGradient, ParadisError, StateError
 from paradis.frontend import state_transfer
 from paradis.frontend.binding import Binding
+from paradis.frontend.freeing import refuse_clipping
 from paradis.frontend.quorum import own_norm_reason, refuse_adding, refuse_loading, save_is_due
+from paradis.frontend.scaling import unscale
 from paradis.numerics.elementwise import options_of
 from paradis.roles import events as ev
 from paradis.roles.effects import Complete
@@ -78,7 +80,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         clock = binding.collector.clock
         if clock is not None:
             clock.called()
-        overflow, scaler_state = self._unscale(grad_scaler)
+        overflow, scaler_state = unscale(self, grad_scaler)
         # A checkpoint is of this moment: what follows may change rates and buffers.
         here = grad_scaler is not None or self._save_is_due(self.steps_done + 1)
         commit, present, revised = self._close(
@@ -104,7 +106,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._count(wait_s)
             if self._save_is_due(self.steps_done):
                 self._saved_at = self.steps_done
-                self.save_checkpoint()
+                binding.save(self._options(), {}, wait=False)
         if clock is not None:
             clock.returned()
         self._clip = 1.0
@@ -180,22 +182,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _options(self) -> list[Options]:
         return [options_of(group) for group in self.param_groups]
 
-    def _unscale(self, scaler: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Unscale gradients unless the script did; return whether this worker overflowed."""
-        if scaler is None:
-            return False, None
-        # The scaler offers no public way to its per-optimizer state; torch's own fused
-        # optimizers are handed it by the same keyword.
-        state = scaler._per_optimizer_states[id(self)]
-        if not state["found_inf_per_device"]:
-            scaler.unscale_(self)
-        if not state["found_inf_per_device"]:
-            # No gradient here in this step, but perhaps an overflow elsewhere: note it, too.
-            device = next(p.device for g in self.param_groups for p in g["params"])
-            state["found_inf_per_device"] = {device: torch.zeros((), device=device)}
-        found = sum(float(t.item()) for t in state["found_inf_per_device"].values())
-        return found > 0, state
-
     def _explain(self, error: ParadisError) -> ParadisError:
         """Say more about an error where this worker knows more."""
         if isinstance(error, NonFiniteGradient):
@@ -264,11 +250,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
             The norm before clipping, a 0-dim float64 tensor (float32 with one worker).
 
         Raises:
-            ConfigError: ``training.early_update`` is on: servers do not wait for the norm.
+            ConfigError: with ``training.early_update`` servers do not wait for the norm, with
+                ``training.free_gradients`` the gradients are gone.
         """
         binding = self._bound
-        if binding.early is not None:
-            binding.early.refuse_clipping()
+        refuse_clipping(binding)
         binding.flight.arrive()
         binding.codes.follow()  # gradients may travel as codes from this step on
         own = binding.clocked or binding.codes.no_gradients or self._backup > 0
@@ -294,6 +280,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         ``model.zero_grad()`` clears gradients as well, but a clipped step that is dropped must be
         dropped by this method, or its factor counts for the next step.
         """
+        self._bound.collector.refuse_taken("zero_grad")
         if not set_to_none:
             self._bound.settle()  # the gradients' memory may still be on its way out
         super().zero_grad(set_to_none)
@@ -368,6 +355,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         at this moment: a scheduler made with ``last_epoch=optimizer.steps_done - 1`` after a resume
         goes on rightly if the save comes before ``scheduler.step()``, as scheduled saves do.
 
+        With ``training.free_gradients`` call it on every worker, after the same step and before the
+        next backward: each waits until its part is copied. After the last step worker 0 is enough.
+
         Args:
             extra: numbers and strings of yours to get back from `restored`.
             wait: return when the checkpoint is complete, and raise if it failed.
@@ -377,7 +367,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
         Raises:
             StateError: with ``wait``, it could not be written; the last complete one is untouched.
+            DeadlineExceeded: with ``training.free_gradients``, worker 0 has not called it.
         """
+        self._bound.collector.refuse_taken("save_checkpoint")
         return self._bound.save(self._options(), extra or {}, wait=wait)
 
     def _save_is_due(self, step: int) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paradis.errors import ConfigError
+from paradis.frontend.freeing import wait_until_copied
 from paradis.frontend.naming import clean
 from paradis.roles import events as ev
 from paradis.storage.manifest import group_directory, step_directory
@@ -24,7 +25,11 @@ def save(
 ) -> str | None:
     """Ask for a checkpoint at the present step (see `WrappedOptimizer.save_checkpoint`)."""
     binding.flight.catch_up()  # on every worker, for all must compute with the same values
+    if binding.memory.frees:
+        binding.settle()
     if binding.session.rank != 0:
+        if binding.memory.frees:
+            wait_until_copied(binding)
         return None
     for each in binding.session.bindings:
         each.settle()  # another one may train what this one stores

@@ -13,8 +13,8 @@ from paradis.numerics.memory_order import as_bytes, copy_in_order, flat_view, sa
 from paradis.roles import events as ev
 from paradis.roles.worker_state import Assignment
 from paradis.runtime.bound_tensor import BoundTensor
+from paradis.runtime.shard_memory import ShardMemory
 from paradis.runtime.shard_store import split_sections
-from paradis.runtime.worker_memory import ShardMemory
 
 if TYPE_CHECKING:
     from paradis.frontend.optimizer import WrappedOptimizer

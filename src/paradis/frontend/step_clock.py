@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from paradis.observe.spans import Span, SpanRecorder
+
+if TYPE_CHECKING:
+    from paradis.frontend.binding import Binding
 
 
 class StepClock:
@@ -60,3 +64,20 @@ class StepClock:
         self._recorder.add(
             Span(stage, "", self._group, -1, self._number, self._rank, "", enter_ns, leave_ns, 0)
         )
+
+
+def record(binding: Binding, step: Callable[[], int]) -> None:
+    """Record the spans of a ``wrap`` call from now on, if the job is traced.
+
+    Args:
+        binding: the call.
+        step: returns the number of the step in progress.
+    """
+    tracer = binding.session.node.tracer
+    if tracer is None:
+        return
+    group = binding.group
+    clock = StepClock(tracer.recorder, group=group, rank=binding.session.rank, step=step)
+    binding.collector.clock = clock
+    binding.flight.record(clock)
+    binding.compressor.on_done = lambda *done: tracer.compressed(group, step(), *done)

@@ -8,7 +8,8 @@ Invariants:
 * after every applied step all workers hold the value that the server coder counts as theirs, bit
   for bit: it is a function of the answers alone;
 * a memory changes by one step or not at all: what `WorkerCoder.encode` would change counts from
-  `keep` on, so that a gradient may be encoded anew, and a skipped step leaves no trace;
+  `keep` on, so that a gradient may be encoded anew, and a skipped step leaves no trace (unless the
+  caller knows that there will be neither: `WorkerCoder.encode_and_keep`);
 * a retry sends the same bytes again and never encodes again.
 
 A shard's segments are coded one by one, their codes lie one after the other, without padding: no
@@ -84,6 +85,24 @@ class WorkerCoder(ABC):
                 No memory is changed.
         """
 
+    def encode_and_keep(
+        self, gradients: Sequence[torch.Tensor | None], code: torch.Tensor, options: Options
+    ) -> None:
+        """Do what `encode` and then `keep` do, perhaps in one pass; nothing can be undone.
+
+        The gradients are not needed any more then. `install` must come before the next call.
+
+        Args:
+            gradients: as of `encode`, borrowed for the call.
+            code: as of `encode`.
+            options: as of `encode`.
+
+        Raises:
+            NonFiniteGradient: as `encode`, but memories may have changed: the job must end.
+        """
+        self.encode(gradients, code, options)
+        self.keep()
+
     @property
     def carries(self) -> bool:
         """Whether something is left out so far that gradients in full are to take along."""
@@ -143,7 +162,9 @@ class ServerCoder(ABC):
 
     Attributes:
         code: (code_bytes,) uint8, the answer of the last `update`; lent until the next one.
-        refuses: `update` refuses a mean that is not finite by itself, and has changed nothing then.
+        refuses: `update` refuses a mean that is not finite by itself. It has changed no value then,
+            but perhaps its memories: the shard cannot go on. A server's driver tells the leader of
+            every error of `update`, which ends the job, and copies no shard that is being updated.
     """
 
     code: torch.Tensor

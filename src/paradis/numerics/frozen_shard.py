@@ -124,31 +124,61 @@ class FrozenShard:
         return _NO_BYTES if mask is None else mask.numpy()
 
     def encode(
-        self, segment: int, numbers: torch.Tensor, out: Array, beta: float | None = None
-    ) -> None:
+        self, segment: int, numbers: torch.Tensor, out: Array, beta: float | None = None, *,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
         """Encode one segment, blended with the momentum if there is a beta.
 
         Its error memory stays as it is until `settle`, and ``numbers`` must.
 
+        Args:
+            segment: which one.
+            numbers: (length,) of the codec's dtype, or bfloat16. Borrowed.
+            out: the segment's code, written.
+            beta: share of the momentum that is kept; None: what is given is encoded.
+            at_once: the code counts: its error memory is written in the same pass, and `move` must
+                come before anything else, as after `settle`.
+
         Raises:
             NonFiniteGradient: see `OneBit.signs`; ``fields["segment"]`` says where. Nothing is
-                noted any more.
+                noted any more. With ``at_once`` error memories before that place have changed, so
+                the shard cannot go on.
         """
         if not self._momenta:
             self._refuse()
+        assert self._errors[segment] is not self._momenta[segment], "move first"
         own = self._look(segment)
         given = gradient_arrays(numbers, self.codec.dtype, self._lengths[segment])
         if beta is None:
             sources = (*given, self._nothing, _NO_BYTES, self._nothing, own.error)
         else:
             sources = (*given, own.numbers, own.bits, own.scales, own.error)
-        scales, bad = self.codec.write_signs(sources, beta or 0.0, own.mask, out)
+        left = self._nothing
+        if at_once:
+            left = own.error if own.error.size else self._target(segment)
+        scales, bad = self.codec.write_signs(sources, beta or 0.0, own.mask, out, left)
         if bad >= 0:
             self.forget()
-            error = self.codec.refused(bad, numbers, self._errors[segment])
+            # A new error memory has been zero so far, whatever it holds.
+            memory = self._errors[segment] if own.error.size else None
+            error = self.codec.refused(bad, numbers, memory)
             error.fields["segment"] = segment
             raise error
-        self._noted[segment] = _Noted(scales, beta or 0.0, sources)
+        if not at_once:
+            self._noted[segment] = _Noted(scales, beta or 0.0, sources)
+
+    def _target(self, segment: int) -> Array:
+        """Return a segment's error memory, to be written: at first that of a momentum in numbers.
+
+        Errors are zero till then, and the momentum is not needed any more where they are written.
+        """
+        error = self._errors[segment]
+        if error is None:
+            error = self._momenta[segment]
+            if error.dtype == torch.uint8:
+                error = torch.empty(self._lengths[segment], dtype=self.codec.dtype)
+            self._errors[segment], self._arrays[segment] = error, None
+        return error.numpy()
 
     def _refuse(self) -> NoReturn:
         raise LocalProtocolError(
@@ -164,13 +194,8 @@ class FrozenShard:
         for segment, noted in enumerate(self._noted):
             if noted is None:
                 continue
-            own, error = self._look(segment), self._errors[segment]
-            if error is None:
-                error = self._momenta[segment]
-                if error.dtype == torch.uint8:
-                    error = torch.empty(self._lengths[segment], dtype=self.codec.dtype)
-                self._errors[segment], self._arrays[segment] = error, None
-            target = own.error if own.error.size else error.numpy()
+            own = self._look(segment)
+            target = own.error if own.error.size else self._target(segment)
             self.codec.write_left(noted.sources, noted.beta, own.mask, noted.scales, target)
         self.forget()
 
@@ -208,6 +233,11 @@ class FrozenShard:
             except NonFiniteGradient as error:
                 error.fields["segment"] = segment
                 raise
+
+    def drop_momenta(self) -> None:
+        """Let go of the momenta: what is encoded is given whole from now on, and nothing moves."""
+        self._momenta = [torch.empty(0, dtype=torch.uint8) for _ in self._lengths]
+        self._arrays = [None] * len(self._lengths)
 
     def start(self) -> dict[str, Sequence[torch.Tensor]]:
         """Return momentum as numbers and inverse denominator; {} before `begin`."""

@@ -77,6 +77,17 @@ class OneBitAdamWorker(WorkerCoder):
     def encode(
         self, gradients: Sequence[torch.Tensor | None], code: torch.Tensor, options: Options
     ) -> None:
+        self._encode(gradients, code, options, at_once=False)
+
+    def encode_and_keep(
+        self, gradients: Sequence[torch.Tensor | None], code: torch.Tensor, options: Options
+    ) -> None:
+        self._encode(gradients, code, options, at_once=True)
+
+    def _encode(
+        self, gradients: Sequence[torch.Tensor | None], code: torch.Tensor, options: Options,
+        *, at_once: bool,
+    ) -> None:  # fmt: skip
         self._shard.forget()
         beta = betas(options)[0]
         out = array(code, "code", self.code_bytes, torch.uint8)
@@ -85,7 +96,7 @@ class OneBitAdamWorker(WorkerCoder):
             if gradient is None:
                 out[place] = 0
             else:
-                self._shard.encode(segment, gradient, out[place], beta)
+                self._shard.encode(segment, gradient, out[place], beta, at_once=at_once)
 
     def keep(self) -> None:
         self._shard.settle()
@@ -161,10 +172,9 @@ class OneBitAdamServer(ServerCoder):
         shard, out = self._shard, self.code.numpy()
         for segment, (span, place) in enumerate(zip(self._spans, shard.slices, strict=True)):
             if present[segment]:
-                shard.encode(segment, mean[span], out[place])
+                shard.encode(segment, mean[span], out[place], at_once=True)
             else:
                 out[place] = 0
-        shard.settle()
         shard.move(self.code, self._values, present, options)
 
     def start(self) -> Mapping[str, Sequence[torch.Tensor]]:

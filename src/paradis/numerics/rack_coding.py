@@ -47,6 +47,7 @@ class RackCoder:
             memories: ``momentum`` and ``inverse``, as `OneBitAdamServer.start` has them. Copied.
         """
         self._shard.load_memories(memories)
+        self._shard.drop_momenta()
 
     def combine(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write one code of several; what it leaves out is noted, until `counts`.

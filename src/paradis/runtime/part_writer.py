@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from paradis.errors import ParadisError
+from paradis.errors import ParadisError, StateError
 from paradis.roles import effects as fx
 from paradis.roles import events as ev
 from paradis.storage.checkpoint import Section, write_part
@@ -36,7 +36,8 @@ class PartWriter:
 
         Args:
             effect: which checkpoint.
-            collect: returns copies, as sections, and single numbers per parameter.
+            collect: returns copies, as sections, and single numbers per parameter; a `StateError`
+                says that there is nothing left to copy, and only the checkpoint fails.
         """
         for earlier in self._threads:  # one copy at a time, or a slow disk fills the memory
             earlier.join(_TIMEOUT_S)
@@ -45,14 +46,21 @@ class PartWriter:
                     f"the checkpoint before is not written after {_TIMEOUT_S:.0f} s: save less "
                     "often, or on a faster disk"
                 )
-                self._post(ev.Written(effect.checkpoint, None, text))
-                return ev.Copied(effect.group, effect.checkpoint)
-        sections, scalars = collect()
+                return self._failed(effect, text)
+        try:
+            sections, scalars = collect()
+        except StateError as error:
+            return self._failed(effect, error.message)
         writer = threading.Thread(
             target=self._write, args=(effect, sections, scalars), name="paradis-checkpoint"
         )
         self._threads = [t for t in self._threads if t.is_alive()] + [writer]
         writer.start()
+        return ev.Copied(effect.group, effect.checkpoint)
+
+    def _failed(self, effect: fx.Copy, text: str) -> ev.Event:
+        """There will be no part; nobody waits for it."""
+        self._post(ev.Written(effect.checkpoint, None, text))
         return ev.Copied(effect.group, effect.checkpoint)
 
     def _write(self, effect: fx.Copy, sections: list[Section], scalars: Scalars) -> None:

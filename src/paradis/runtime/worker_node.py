@@ -47,6 +47,7 @@ class WorkerNode(WorkerReceiving):
     Attributes:
         kept: (group, shard) -> state fetched last.
         parts: writes this worker's part of checkpoints.
+        copied: group -> steps done at the last checkpoint whose part was copied here, or could not.
         sharing: the exchange with the other workers of this host, if there is one.
         host_timeout_s: deadline of each wait in it.
     """
@@ -66,6 +67,7 @@ class WorkerNode(WorkerReceiving):
         self.worker_role = role
         self.kept: dict[tuple[int, int], KeptState] = {}
         self._done: dict[tuple[int, str], fx.Complete] = {}
+        self.copied: dict[int, int] = {}
         self.sharing: Sharing | None = None
         self._installer = Installer(self._not_installed)
         self.host_timeout_s = 1800.0
@@ -144,12 +146,17 @@ class WorkerNode(WorkerReceiving):
                                 "please report it with the node's log"))  # fmt: skip
 
     def _copy(self, effect: fx.Copy) -> Event:
-        return self.parts.copy(effect, lambda: (self._own_memories(effect.group), {}))
+        try:
+            return self.parts.copy(effect, lambda: (self._own_memories(effect), {}))
+        finally:
+            with self._changed:
+                self.copied[effect.group] = max(effect.step, self.copied.get(effect.group, 0))
+                self._changed.notify_all()
 
-    def _own_memories(self, group: int) -> list[Section]:
-        shards = self.memory[group].shards.values()
+    def _own_memories(self, effect: fx.Copy) -> list[Section]:
+        shards = self.memory[effect.group].shards.values()
         rank = self.worker_role.config.rank
-        return [section for shard in shards for section in shard.sections(rank)]
+        return [section for shard in shards for section in shard.sections(rank, effect.step)]
 
     # ----------------------------------------------------------- local reduction
 

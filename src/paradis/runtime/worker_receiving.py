@@ -8,7 +8,8 @@ from paradis.ids import NodeId
 from paradis.roles.worker import WorkerRole
 from paradis.runtime.arena import Placed
 from paradis.runtime.node import Node
-from paradis.runtime.worker_memory import GroupMemory, ShardMemory
+from paradis.runtime.shard_memory import ShardMemory
+from paradis.runtime.worker_memory import GroupMemory
 from paradis.wire.frame import FrameHeader
 from paradis.wire.messages import Update
 

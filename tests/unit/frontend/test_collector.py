@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, *, debug: bool = False, deferred: bool = False) -> None:
         self.parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
-        self.memory = GroupMemory(detect_changes=False)
+        self.memory = self._make_memory()
         self.memory.tensors = [
             BoundTensor(name, p) for name, p in zip("abcd", self.parameters, strict=True)
         ]
@@ -37,6 +37,9 @@ class Bench:
         self.collector.extend()
         if not deferred:
             self.next_step()
+
+    def _make_memory(self) -> GroupMemory:
+        return GroupMemory(detect_changes=False)
 
     def _begin(self, wait: bool) -> bool:
         self.begun.append(wait)
@@ -61,6 +64,34 @@ class Bench:
         return torch.frombuffer(
             bytearray(b"".join(self.memory.shards[shard].gradient)), dtype=torch.float32
         ).tolist()
+
+
+class FreeBench(Bench):
+    """Gradients are taken where ``codes`` says so of a shard; a and b share shard 0.
+
+    Attributes:
+        codes: shards that travel as codes in this step.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[int, None] = {}
+        super().__init__(deferred=True)
+
+    def _make_memory(self) -> GroupMemory:
+        memory = GroupMemory(detect_changes=False, frees=True)
+        memory.codes = lambda shard: shard in self.codes  # type: ignore[method-assign]
+        return memory
+
+    def encode(self, shard: int) -> None:
+        """Do what the compressor does when a code is made."""
+        memory = self.memory.shards[shard]
+        flats, memory.flats = memory.flats, ()
+        self.collector.encoded(shard, flats)
+
+    def held(self) -> list[str]:
+        """Return the parameters whose gradient the collector holds."""
+        every = zip("abcd", self.collector._handed, strict=True)
+        return [name for name, each in every if each is not None and each.flat.numel()]
 
 
 def _plan(shard: int, *members: tuple[int, int]) -> ShardPlan:
@@ -361,3 +392,91 @@ def test_what_closing_has_handed_over_is_not_put_off_any_more() -> None:
     assert bench.collector.close()[1] == (0, 2)
     bench.collector.flush()
     assert bench.ready == [], "closing says itself what there is"
+
+
+# ------------------------------------------------------------------- gradients that are let go
+
+
+def test_a_gradient_is_taken_and_held_until_its_codes_are_made() -> None:
+    bench = FreeBench()
+    bench.codes = {0: None, 1: None}
+    bench.backward({"b": 2.0, "c": 3.0, "d": 4.0})
+    assert [p.grad is None for p in bench.parameters] == [True, True, True, False]
+    assert bench.ready == [2, 1], "from the first step on, and the bucket waits for its last"
+    bench.encode(1)
+    assert bench.held() == ["b", "d"]
+    bits, present, revised = bench.collector.close()
+    assert (bits, present, revised) == (bytes([0b1110]), (0, 1, 2), ())
+    bench.encode(0)
+    assert bench.held() == ["d"]
+    assert bench.collector.reachable() == []
+    assert bench.collector.close() == (bits, present, revised)
+
+
+def test_of_a_tensor_in_pieces_the_last_code_lets_go() -> None:
+    bench = FreeBench()
+    bench.memory.add((_plan(3, (2, 0)),))
+    bench.collector.extend()
+    bench.codes = {1: None, 3: None}
+    bench.backward({"c": 3.0})
+    assert bench.ready == [1, 3]
+    bench.encode(1)
+    assert bench.held() == ["c"]
+    bench.encode(3)
+    assert bench.held() == []
+
+
+def test_a_code_of_the_step_before_lets_nothing_of_this_one_go() -> None:
+    bench = FreeBench()
+    bench.codes = {1: None}
+    bench.backward({"c": 3.0})
+    late = bench.memory.shards[1].flats
+    bench.collector.close()
+    bench.next_step()
+    bench.airborne = True
+    bench.backward({"c": 5.0})
+    assert bench.held() == ["c"] and bench.ready == []
+    bench.collector.encoded(1, late)
+    assert bench.held() == ["c"]
+
+
+def test_what_backward_yielded_before_codes_began_is_taken_in_step() -> None:
+    """The step before is on its way, so nobody knows yet how this one travels."""
+    bench = FreeBench()
+    bench.airborne = True
+    bench.backward(ALL)
+    assert all(p.grad is not None for p in bench.parameters) and bench.ready == []
+    bench.codes = {0: None, 1: None}
+    bench.collector.flush()
+    assert bench.ready == [2]
+    assert bench.collector.close() == (bytes([0b1111]), (0, 1, 2), ())
+    assert [p.grad is None for p in bench.parameters] == [True, True, True, False]
+
+
+def test_what_comes_after_a_taken_gradient_is_refused() -> None:
+    bench = FreeBench()
+    bench.codes = {1: None}
+    bench.backward({"c": 3.0, "d": 4.0})
+    for name in "cd":
+        with pytest.raises(StateError, match=f"gradient of {name} refused.*no_sync"):
+            bench.backward({name: 1.0})
+    with pytest.raises(StateError, match="gradient of c refused"):
+        bench.collector.close()  # backward has made one before the hook could refuse it
+    with pytest.raises(StateError, match="zero_grad refused.*gradient of c counts"):
+        bench.collector.refuse_taken("zero_grad")
+    bench.next_step()
+    bench.collector.refuse_taken("zero_grad")
+
+
+@pytest.mark.parametrize("how", ["changed", "dropped"])
+def test_a_gradient_in_full_must_stay_as_it_will_have_to(how: str) -> None:
+    bench = FreeBench()
+    bench.backward(ALL)
+    gradient = bench.parameters[3].grad
+    assert gradient is not None
+    if how == "changed":
+        gradient.mul_(0.5)
+    else:
+        bench.parameters[3].grad = None
+    with pytest.raises(StateError, match="gradient of d was changed or dropped"):
+        bench.collector.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from paradis.core.codes import code_bytes
-from paradis.errors import NonFiniteGradient
+from paradis.errors import NonFiniteGradient, StateError
+from paradis.frontend import compression
 from paradis.frontend.compression import Compressor
 from paradis.runtime.bound_tensor import BoundTensor
 from paradis.runtime.worker_memory import GroupMemory
@@ -21,8 +22,8 @@ LENGTH = 2000
 OPTIONS = [{"lr": 0.1, "betas": [0.9, 0.99], "weight_decay": 0.0}]
 
 
-def memory_of(codec: str) -> GroupMemory:
-    memory = GroupMemory(detect_changes=False)
+def memory_of(codec: str, *, frees: bool = False) -> GroupMemory:
+    memory = GroupMemory(detect_changes=False, frees=frees)
     memory.tensors.append(BoundTensor("w", torch.nn.Parameter(torch.zeros(LENGTH))))
     memory.add((
         ShardPlan(
@@ -217,6 +218,81 @@ def test_other_threads_keep_their_number_of_threads(
     thread.start()
     thread.join(30.0)
     assert found == [before]
+    compressor.stop()
+
+
+def freeing_memory() -> GroupMemory:
+    memory = memory_of("onebit", frees=True)
+    coder = memory.shards[0].coder
+    assert coder is not None
+    coder.load_memories({"momentum": [torch.zeros(LENGTH)],
+                         "inverse": [torch.ones(LENGTH, dtype=torch.bfloat16)]})  # fmt: skip
+    return memory
+
+
+def test_a_gradient_is_let_go_with_its_code(handed: threading.Event) -> None:
+    """Where codes count as they are made; backward waits where many wait to be."""
+    memory, let_go = freeing_memory(), []
+    compressor = compressor_of(memory, handed)
+    compressor.on_let_go = lambda shard, flats: let_go.append((shard, flats))
+    gradient = torch.randn(LENGTH)
+    alone = uses(gradient)
+    memory.set_gradient(0, [gradient])
+    compressor.submit([0])
+    assert handed.wait(30.0)
+    assert [(shard, flats[0] is gradient) for shard, flats in let_go] == [(0, True)]
+    let_go.clear()
+    assert compressor.settle([0], [], OPTIONS)
+    assert uses(gradient) == alone and not memory.gradients() and not let_go
+    shard = memory.shards[0]
+    assert shard.encoded_step == 3 and len(shard.gradient[0]) == code_bytes("onebit", LENGTH)
+    before = own(memory)
+    shard.step(torch.zeros(code_bytes("onebit", LENGTH), dtype=torch.uint8), [True], OPTIONS[0])
+    assert torch.equal(before[0], own(memory)[0]) and bool(before[0].any())
+    assert [section.key for section in shard.sections(1, 4)] == ["onebit.error.1"]
+    with pytest.raises(StateError, match="worker 1 have left out after 3 steps is gone.*step 3;"):
+        shard.sections(1, 3)
+    compressor.stop()
+
+
+def test_backward_waits_where_gradients_wait(
+    handed: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "_WAITING_BYTES_MAX", 4 * LENGTH - 1)
+    memory = freeing_memory()
+    compressor = compressor_of(memory, handed)
+    lock = held_back(memory)
+    memory.set_gradient(0, [torch.randn(LENGTH)])
+    waits, wait_until = threading.Event(), compressor._wait_until
+
+    def told(ready: Callable[[], bool]) -> None:
+        waits.set()
+        wait_until(ready)
+
+    monkeypatch.setattr(compressor, "_wait_until", told)
+    backward = threading.Thread(target=compressor.submit, args=([0],))
+    backward.start()
+    assert waits.wait(30.0) and backward.is_alive() and not handed.is_set()
+    lock.release()
+    backward.join(30.0)
+    assert not backward.is_alive() and compressor._waiting_bytes == 0
+    compressor.stop()
+
+
+@pytest.mark.parametrize("closing", ["settle", "leave"])
+def test_nan_where_codes_count_at_once_fails_the_job(handed: threading.Event, closing: str) -> None:
+    """Nothing can be mended then: neither end of the step goes on."""
+    failures: queue.Queue[Exception] = queue.Queue()
+    memory = freeing_memory()
+    compressor = compressor_of(memory, handed, failures)
+    memory.set_gradient(0, [torch.full((LENGTH,), torch.nan)])
+    compressor.submit([0])
+    error = failures.get(timeout=30.0)
+    assert isinstance(error, NonFiniteGradient) and "gradient of w" in error.message
+    memory.set_gradient(0, [torch.ones(LENGTH)])
+    with pytest.raises(NonFiniteGradient, match="gradient of w"):
+        getattr(compressor, closing)([0], [], OPTIONS)
+    assert not handed.is_set()
     compressor.stop()
 
 

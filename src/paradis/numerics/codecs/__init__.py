@@ -29,13 +29,14 @@ from paradis.numerics.codecs.freeze import (
 )
 from paradis.numerics.codecs.int8 import Int8
 from paradis.numerics.codecs.lion import code_bytes, encode_lion, lion_step, majority_vote
-from paradis.numerics.codecs.onebit import OneBit, pack_mask
+from paradis.numerics.codecs.onebit import Blend, OneBit, pack_mask
 from paradis.numerics.codecs.onebit_adam import encode_momentum, frozen_step, inverse_denominator
 from paradis.numerics.codecs.plain import Bfloat16, Uncompressed
 
 __all__ = [
     "CODECS",
     "Bfloat16",
+    "Blend",
     "Codec",
     "FreezeRule",
     "FreezeWatch",

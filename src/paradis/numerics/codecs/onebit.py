@@ -146,28 +146,57 @@ class OneBit(Codec):
             LocalProtocolError: as in `Codec.encode`.
             ConfigError: as in `Codec.encode`.
         """
+        return self._signs(blend, out, np.empty(0, NUMPY_OF[self.dtype]))
+
+    def signs_and_leave(self, blend: Blend, out: torch.Tensor, target: torch.Tensor) -> None:
+        """Do what `signs` and then `leave` do, in one pass over memory: the code counts at once.
+
+        With one scale per tensor the numbers are computed twice all the same.
+
+        Args:
+            blend: what is to be encoded.
+            out: as in `Codec.encode`.
+            target: as in `leave`.
+
+        Raises:
+            NonFiniteGradient: as in `Codec.encode`, but blocks of the target before the one that is
+                told are written.
+            LocalProtocolError: as in `Codec.encode`.
+            ConfigError: as in `Codec.encode`.
+        """
+        self._signs(blend, out, memory_array(target, blend.numbers.numel(), self.dtype))
+
+    def _signs(self, blend: Blend, out: torch.Tensor, left: Array) -> torch.Tensor:
         length = blend.numbers.numel()
         code = array(out, "code", self.encoded_bytes(length), torch.uint8)
         mask = mask_bits(blend.mask, length)
-        scales, bad = self.write_signs(self._sources(blend), blend.beta, mask, code)
+        scales, bad = self.write_signs(self._sources(blend), blend.beta, mask, code, left)
         if bad >= 0:
             raise self.refused(bad, blend.numbers, blend.error)
         return torch.from_numpy(scales)
 
     def write_signs(
-        self, sources: Sources, beta: float, mask: Array, code: Array
+        self, sources: Sources, beta: float, mask: Array, code: Array, left: Array
     ) -> tuple[Array, int]:
         """Do what `signs` does, on arrays that fit: nothing is checked.
 
+        Args:
+            sources: what is encoded.
+            beta: share of the momentum that is kept.
+            mask: packed bits, or without elements.
+            code: the whole code.
+            left: written with what the code leaves, unless it has no elements.
+
         Returns:
-            (scales, -1), or the first block that is not finite; then the code is undefined.
+            (scales, -1), or the first block that is not finite; then the code is undefined, and
+            ``left`` is written up to that block.
         """
         length = sources[0].size + sources[1].size
         kind, module = NUMPY_OF[self.dtype], kernels("sign")
         scales = np.empty(self._scale_count(length), kind)
         bad = module.encode(
             sources, self._factors(beta), (self.block_of(length), self.norm == "l2"), mask,
-            (scales, code[scales.nbytes :]), np.empty(module.SCRATCH, kind),
+            (scales, code[scales.nbytes :], left), np.empty(module.SCRATCH, kind),
         )  # fmt: skip
         code[: scales.nbytes] = scales.view(np.uint8)
         return scales, bad

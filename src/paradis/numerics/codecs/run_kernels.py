@@ -150,6 +150,24 @@ def negative_eight(typing: Any, c: Any, k: Any) -> Any:
     return types.uint8(c, types.intp), generate
 
 
+@emitted
+def leave_eight(typing: Any, c: Any, k: Any, e: Any, scale: Any) -> Any:
+    """Write ``e[k + i] = c[k + i] - (-scale if c[k + i] < 0 else scale)``, i < 8.
+
+    Returns the byte of `negative_eight`, of ``c`` as it was: ``e`` may be its memory.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        eight = _Eight(context, builder, c.dtype)
+        numbers = eight.load(c, values[0], values[1])
+        below = eight.negative(numbers)
+        left = builder.fsub(numbers, eight.signed(below, values[3]))
+        eight.store(left, e, values[2], values[1])
+        return eight.byte(below)
+
+    return types.uint8(c, types.intp, e, c.dtype), generate
+
+
 @inlined
 def spread(c: Array, at: int, bits: Array, magnitude: Any) -> None:
     """Write the signs of the elements from ``at`` on times a magnitude into ``c``."""
@@ -182,6 +200,20 @@ def pack(c: Array, at: int, bits: Array) -> None:
     zero = c.dtype.type(0)
     for k in range(whole, c.size):
         set_bit(bits, at + k, c[k] < zero)
+
+
+@inlined
+def pack_and_leave(c: Array, at: int, bits: Array, e: Array, scale: Any) -> None:
+    """Do what `pack` does, and write into ``e`` what the signs leave of ``c``."""
+    whole = c.size // 8 * 8 if at % 8 == 0 else 0
+    bytes_of = bits[at // 8 : (at + whole) // 8]
+    for j in range(bytes_of.size):
+        bytes_of[j] = leave_eight(c, j * 8, e, scale)
+    zero = c.dtype.type(0)
+    for k in range(whole, c.size):
+        negative = c[k] < zero
+        set_bit(bits, at + k, negative)
+        e[k] = c[k] - (-scale if negative else scale)
 
 
 @inlined

@@ -3,11 +3,14 @@
 Legend: N elements; B elements of a block; T is float32 or float64, the same for all floating
 arrays of a call. Loops walk blocks and, inside, runs that stay in the first-level cache.
 
-Two passes over the memory of a shard. The first one reads only: what is not finite may turn up in
-the last block and must leave nothing changed, and a code may be made anew, or its step be skipped.
-The second one computes the same numbers again, when the code counts, and replaces the error memory.
-So there is no copy of what the error memory was; both together move as many bytes as one pass that
-keeps such a copy.
+Where a code may be made anew, or its step be skipped, there are two passes over the memory of a
+shard. The first one reads only: what is not finite may turn up in the last block and must leave
+nothing changed. The second one computes the same numbers again, when the code counts, and replaces
+the error memory. So there is no copy of what the error memory was; both together move as many bytes
+as one pass that keeps such a copy.
+
+Where a code counts as soon as it is made, `encode` is given the error memory to write, too: one
+pass, 12 bytes an element instead of 20, and the same bits.
 
 Order of a block's sum, the same for every T and machine: a run is filled up with zeros to rows of
 64; four rows at a time ``lane[k] += (|r0[k]| + |r1[k]|) + (|r2[k]| + |r3[k]|)``; the 64 lanes
@@ -30,6 +33,7 @@ from paradis.numerics.codecs.run_kernels import (
     clear_masked,
     kept,
     pack,
+    pack_and_leave,
     widened,
 )
 
@@ -135,7 +139,7 @@ def _borrowed_sources(sources: Any) -> Any:
 
 @compiled
 def encode(sources: Any, factors: Any, rule: Any, mask: Array, out: Any, room: Array) -> int:
-    """Write scales and sign bits; nothing else changes.
+    """Write scales and sign bits, and what they leave where it is asked for.
 
     Args:
         sources: gradient (N,) T, or (N,) bfloat16 as uint16; momentum (N,) T, or bits and scales
@@ -145,15 +149,23 @@ def encode(sources: Any, factors: Any, rule: Any, mask: Array, out: Any, room: A
         rule: (elements of a block, whether a scale is ``sqrt(sum(c * c) / n)`` instead of
             ``sum(|c|) / n``).
         mask: bits, 1 = real element, or absent when all are.
-        out: (scales (blocks,) T, code (ceil(N / 8),) uint8 where bits beyond N become 0).
+        out: (scales (blocks,) T, code (ceil(N / 8),) uint8 where bits beyond N become 0, what the
+            code leaves (N,) T, or absent where that is not to be written). What is left may go
+            where the error lies, or a momentum in numbers, among the sources.
         room: (SCRATCH,) T, scratch.
 
     Returns:
-        -1, or the first block with an element, or a sum, that is not finite.
+        -1, or the first block with an element, or a sum, that is not finite; of that block and
+        those after it nothing has been left.
     """
     parts, mask, room = _borrowed_sources(sources), borrowed(mask), borrowed(room)
     last_bits, last_scales = borrowed(sources[3]), borrowed(sources[4])
-    (block, squared), scales, code = rule, borrowed(out[0]), borrowed(out[1])
+    (block, squared), scales, code, left = (
+        rule,
+        borrowed(out[0]),
+        borrowed(out[1]),
+        borrowed(out[2]),
+    )
     size, lane = parts[0].size + parts[1].size, room[3 * RUN :]
     room[2 * RUN : 3 * RUN] = 0
     for index in range(scales.size):
@@ -177,7 +189,12 @@ def encode(sources: Any, factors: Any, rule: Any, mask: Array, out: Any, room: A
             if stop - start > RUN:  # else it is still there
                 c = _run(parts, at, n, sign, factors, room)
                 clear_masked(c, at, mask)
-            pack(c, at, code)
+            if left.size:
+                e = left[at : at + n]
+                pack_and_leave(c, at, code, e, scale)
+                clear_masked(e, at, mask)
+            else:
+                pack(c, at, code)
     return -1
 
 
