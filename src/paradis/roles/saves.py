@@ -20,6 +20,7 @@ class Save:
 
     Attributes:
         uncopied: ranks whose part is not copied yet; worker 0 waits for it.
+        writing: its manifest is being written; once, for two would be in each other's way.
         plans: those of its group when the info came. Who asked knew of no later one: it registers
             what it adds on the same stream, and waits for the plan.
     """
@@ -29,6 +30,7 @@ class Save:
     parts: dict[str, msg.Saved] = field(default_factory=dict)
     uncopied: dict[int, None] = field(default_factory=dict)
     failed: str = ""
+    writing: bool = False
 
 
 class Saves:
@@ -79,8 +81,9 @@ class Saves:
         owners = sorted({s.server for p in save.plans for s in p.shards})
         workers = [worker_id(r) for r in save.info.workers]
         awaited = [*owners, *(w for w in workers if w not in self._left)]
-        if not all(o in save.parts for o in awaited):
+        if save.writing or not all(o in save.parts for o in awaited):
             return None
+        save.writing = True
         parts = tuple(save.parts[o] for o in (*owners, *workers) if o in save.parts)
         return fx.WriteManifest(save.info, save.plans, parts)
 
@@ -134,7 +137,7 @@ class Saves:
                 del save.uncopied[rank]
                 told.append(_copied(rank, save.info))
             done = None if save.failed else self._complete(save)
-            if done is not None and worker_id(rank) not in save.parts:
+            if done is not None:
                 ready.append(done)
         return told, ready
 

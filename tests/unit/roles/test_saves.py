@@ -62,3 +62,16 @@ def test_a_part_that_is_written_has_been_copied() -> None:
     told = saves.implied(saved("worker-1"))
     assert told == msg.MemoriesCopied(rank=1, checkpoint="c", group=0)
     assert saves.implied(saved("worker-1")) is None and saves.implied(saved("server-0")) is None
+
+
+def test_a_manifest_is_written_once() -> None:
+    """A scheduled save and the script's own may meet at one step, while the manifest is written."""
+    saves, plans = Saves(), [plan(0, "server-0")]
+    info = msg.CheckpointInfo(checkpoint="c", group=0, step=3, options=[], extra={}, workers=(1,))
+    assert saves.note(info, plans) is None
+    assert saves.note(saved("server-0"), plans) is None
+    assert isinstance(saves.note(saved("worker-1"), plans), fx.WriteManifest)
+    assert saves.note(info, plans) is None and saves.note(saved("worker-1"), plans) is None
+    assert saves.left(1) == ([], [])
+    done = saves.close("c", "path", "")
+    assert done is not None and saves.note(info, plans) == done
