@@ -227,16 +227,21 @@ class Options:
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW, or an optimizer whose gradients and updates travel as one bit per element."""
+    """Return AdamW, or an optimizer whose gradients and updates travel as one bit per element.
+
+    With b2 = 0.99 the variance is that of the last hundred steps or so. With torch's 0.999 the
+    first steps of so short a training would count to its end, and OneBitAdam freeze them in.
+    """
+    betas = (0.9, 0.99)
     if options.optimizer == "onebit":
         return paradis.optim.OneBitAdam(
-            model.parameters(), lr=options.lr, weight_decay=0.1, freeze_step=options.freeze
+            model.parameters(), options.lr, betas, weight_decay=0.1, freeze_step=options.freeze
         )
     if options.optimizer == "lion":  # takes smaller steps and decays more for the same effect
         return paradis.optim.DistributedLion(
             model.parameters(), lr=options.lr / 5, weight_decay=0.5
         )
-    return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), options.lr, betas, weight_decay=0.1)
 
 
 def read_options() -> Options:
