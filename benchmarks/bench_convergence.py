@@ -28,8 +28,8 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Method -> settings of the job, arguments of the script.
 
-1-bit Adam leaves the table of positions in full, whose variance grows long after the freeze, and
-what is smaller than it; the default threshold would freeze it.
+1-bit Adam leaves the table of positions and attention's output layers in full, whose variances
+are still far from steady at the freeze; by the default threshold they would travel as codes.
 """
 
 COLOURS = ("#1b1b1b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd")
