@@ -185,7 +185,7 @@ def train(
 ) -> None:
     """Train up to ``options.steps`` in all, from wherever the optimizer stands."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = options.lr
+        group["initial_lr"] = peak_rate(options)
     # A scheduler begins where training does: at 0, or at the step of the checkpoint.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: rate_factor(s, options.steps), last_epoch=optimizer.steps_done - 1
@@ -226,17 +226,25 @@ class Options:
     curve: str
 
 
+def peak_rate(options: Options) -> float:
+    """Return the highest learning rate: Lion moves every element by all of it, so less."""
+    return options.lr / 7 if options.optimizer == "lion" else options.lr
+
+
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """Return AdamW, or an optimizer whose gradients and updates travel as one bit per element."""
+    """Return AdamW, or an optimizer whose gradients and updates travel as one bit per element.
+
+    With b2 = 0.99 the variance is that of the last hundred steps or so. With torch's 0.999 the
+    first steps of so short a training would count to its end, and OneBitAdam freeze them in.
+    """
+    lr, betas = peak_rate(options), (0.9, 0.99)
     if options.optimizer == "onebit":
         return paradis.optim.OneBitAdam(
-            model.parameters(), lr=options.lr, weight_decay=0.1, freeze_step=options.freeze
+            model.parameters(), lr, betas, weight_decay=0.1, freeze_step=options.freeze
         )
-    if options.optimizer == "lion":  # takes smaller steps and decays more for the same effect
-        return paradis.optim.DistributedLion(
-            model.parameters(), lr=options.lr / 5, weight_decay=0.5
-        )
-    return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    if options.optimizer == "lion":
+        return paradis.optim.DistributedLion(model.parameters(), lr, betas, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr, betas, weight_decay=0.1)
 
 
 def read_options() -> Options:

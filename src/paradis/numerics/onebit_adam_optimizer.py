@@ -51,8 +51,12 @@ class OneBitAdam(torch.optim.AdamW):
         x -= lr * (m / (sqrt(v) + eps) + weight_decay * x)
 
     v is the bias-corrected second moment at the freeze. An element that never had a gradient until
-    then moves by weight decay alone from then on. m is not bias-corrected: freeze no sooner than
-    some ``1 / (1 - b1)`` steps after the start, better after a tenth of the training.
+    then moves by weight decay alone from then on.
+
+    v is a mean over some ``1 / (1 - b2)`` steps: frozen before twice as many, which an automatic
+    freeze waits for, it still holds the large gradients of the start, and steps are too small for
+    some tensors and too large for others until the end. In a training too short for that, take a
+    smaller b2 (0.99). m is not bias-corrected, which does not matter by then.
 
     Given to ``paradis.wrap`` servers and workers share this out. On its own it computes the same
     for one worker, and so shows on one machine what the code does to training.
