@@ -301,9 +301,9 @@ class RackAgentRole(RackCodes):
         if shard.collection.summing:
             self._over[shard.plan.shard] = max(version, self._over.get(shard.plan.shard, 0))
             return
+        self.settle_codes(group, shard, acked=shard.plan.shard in self._acked)
         self._release_all(group, shard, shard.collection.clear())
         self._out.append(fx.ReleaseSum(shard.plan.shard))
-        self.settle_codes(group, shard, acked=shard.plan.shard in self._acked)
         shard.version = version
         shard.sent = None
         self._acked.pop(shard.plan.shard, None)

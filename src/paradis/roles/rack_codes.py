@@ -158,6 +158,7 @@ class RackCodes(Receiver):
         Args:
             acked: the server holds our sum. That decides where the update itself was lost.
         """
-        counted = self._counted.pop(shard.plan.shard, acked) and shard.sent is not None
+        held = shard.collection.summed is not None
+        counted = self._counted.pop(shard.plan.shard, acked) and held
         if shard.plan.recompressed and counted and self.coded(group, shard):
             self._out.append(fx.SumCounted(shard.plan.shard, shard.version))

@@ -317,7 +317,7 @@ class ServerRole(ServerQuorum, StaleSteps):
         A rack whose workers pushed directly may have lost its agent: they get the update directly,
         and the agent, if it lives, learns that the step is over.
         """
-        direct = dict(shard.collection.direct)
+        direct, summed = dict(shard.collection.direct), shard.collection.summed or {}
         if shard.pending is not None:
             self._drop(shard.pending)
             shard.pending = None
@@ -327,18 +327,20 @@ class ServerRole(ServerQuorum, StaleSteps):
         shard.whole = {}
         if unchanged:
             shard.kept = shard.version
-        ends: dict[NodeId, int] = {}
+        ends: dict[NodeId, bool] = {}  # whether its sum is in the update
         targets: dict[NodeId, None] = {}
         routes = self.routes_of(shard)
         for rank in self.members(group):
             route = routes.get(rank, -1)
             if route >= 0:
-                ends[route_end(route)] = route
+                end = route_end(route)
+                ends[end] = ends.get(end, False) or (rank in summed and route not in direct)
             if route < 0 or route in direct:
                 targets[worker_id(rank)] = None
         for target in {**targets, **ends}:
-            counted = target in ends and ends[target] not in direct
-            self._send_update(target, group, shard, unchanged=unchanged, counted=counted)
+            self._send_update(
+                target, group, shard, unchanged=unchanged, counted=ends.get(target, False)
+            )
         self.answer_readers(group, shard)
         group.unfinished -= 1
         self._end_step(group)
