@@ -119,7 +119,7 @@ def bundled_backwards(patch: Patch) -> None:
 
 def agent_is_deaf(patch: Patch) -> None:
     """A rack agent does not hear how steps travel, neither with updates nor from pushes."""
-    patch.setattr(RackAgentRole, "follow_push", lambda self, push: None)
+    patch.setattr(RackAgentRole, "follow_push", lambda self, push: False)
     patch.setattr(RackAgentRole, "follow_update", lambda self, group, shard, update: None)
 
 

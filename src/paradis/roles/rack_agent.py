@@ -106,9 +106,7 @@ class RackAgentRole(RackCodes):
             "dispatcher-0",
             msg.PlanReady(generation=plan.generation, group=plan.group, part=plan.part),
         )
-        for (server, index), box in self._boxes.items():
-            if index == plan.group:
-                self._begin_box(self.groups[index], box, server, keep_lane=True)
+        self._begin_boxes(self.groups[plan.group], keep_lane=True)
 
     # ------------------------------------------------------------------- data
 
@@ -116,7 +114,8 @@ class RackAgentRole(RackCodes):
         message = event.message
         match message:
             case msg.Push():
-                self.follow_push(message)
+                if self.follow_push(message):
+                    self._begin_boxes(self.groups[message.group], keep_lane=True)
                 self._fast_forward(message)
                 self.on_push(event, message)
             case msg.Commit() | msg.NormRequest():
@@ -198,6 +197,11 @@ class RackAgentRole(RackCodes):
             self._boxes[key] = Outbox(quota=self.quota_bytes, reserve=largest)
             self._begin_box(group, self._boxes[key], server)
         return self._boxes[key]
+
+    def _begin_boxes(self, group: HeldGroup, *, keep_lane: bool = False) -> None:
+        for (server, index), box in self._boxes.items():
+            if index == group.index:
+                self._begin_box(group, box, server, keep_lane=keep_lane)
 
     def _begin_box(
         self, group: HeldGroup, box: Outbox, server: str, *, keep_lane: bool = False
@@ -326,9 +330,7 @@ class RackAgentRole(RackCodes):
         if step <= group.step:
             return
         group.next_step(step)
-        for (server, index), box in self._boxes.items():
-            if index == group.index:
-                self._begin_box(group, box, server)
+        self._begin_boxes(group)
         for shard in list(group.shards.values()):
             self.advance(group, shard)
 

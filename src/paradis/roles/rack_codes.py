@@ -52,22 +52,27 @@ class RackCodes(Receiver):
 
     # ------------------------------------------------------------ how steps travel
 
-    def follow_push(self, push: msg.Push) -> None:
+    def follow_push(self, push: msg.Push) -> bool:
         """Learn from a push whether its step travels as codes: workers know before they push.
 
         The updates that said so may have been lost on the way here, or their payload had no room.
+
+        Returns:
+            Whether that changes how large the present step's sums are.
         """
         group, shard = self._by_shard.get(push.shard, (None, None))
         if group is None or shard is None or self.view is None or not shard.plan.codec:
-            return
+            return False
         coded, step = push.codec > 0, push.step
         if push.generation != self.view.generation or step < group.step:
-            return
-        if group.coded_at(step) != coded:
-            known = group.coded_steps
-            group.coded_steps = known.later(CodedSteps(step) if coded else CodedSteps(-1, step))
-            if step == group.step:
-                group.resize()
+            return False
+        if group.coded_at(step) == coded:
+            return False
+        known = group.coded_steps
+        group.coded_steps = known.later(CodedSteps(step) if coded else CodedSteps(-1, step))
+        if step == group.step:
+            group.resize()
+        return step == group.step
 
     def follow_update(self, group: HeldGroup, shard: HeldShard, update: msg.Update) -> None:
         """Learn from an update how later steps travel, and whether our sum is in it."""

@@ -75,10 +75,6 @@ class Receiver:
             self._restricted = (key, restrict(self.view.tree, members))
         return self._restricted[1]
 
-    def routes_of(self, shard: HeldShard) -> Mapping[int, int]:
-        """Return rank -> route of a shard."""
-        return self.routes.of(shard.plan.shard)
-
     def expected(self, group: HeldGroup, shard: HeldShard) -> dict[int, int | None]:
         """Return rank -> revision that counts, None for absent; undecided ranks are missing."""
         assert self.view is not None
@@ -134,7 +130,7 @@ class Receiver:
         nbytes = shard.nbytes * (push.codes if isinstance(push, msg.RackPush) else 1)
         added = shard.collection.add(
             ranks, lease=event.lease, nbytes=nbytes, rack=rack, tag=push.revision,
-            rack_of=self.routes_of(shard) if self._serves_racks else None,
+            rack_of=self.routes.of(shard.plan.shard) if self._serves_racks else None,
         )  # fmt: skip
         self._release_all(group, shard, added.dropped)
         ledger = self._ledger(event.source, group)
@@ -219,7 +215,7 @@ class Receiver:
 
     def _ask(self, group: HeldGroup, shard: HeldShard, ranks: Iterable[int]) -> None:
         """Ask for gradients whose sum was thrown away; a rack's sum is asked of its agent."""
-        routes = self.routes_of(shard)
+        routes = self.routes.of(shard.plan.shard)
         targets: dict[tuple[str, bool], None] = {}
         for rank in ranks:
             route = routes.get(rank, -1)
@@ -348,7 +344,7 @@ class Receiver:
 
         So it is when a worker has lost the agent and has nothing to push: the agent waits for it.
         """
-        rack_of = self.routes_of(shard)
+        rack_of = self.routes.of(shard.plan.shard)
         owner = rack_of.get(rank, -1)
         if self._serves_racks and owner >= 0:
             members = self.members(group)

@@ -329,7 +329,7 @@ class ServerRole(ServerQuorum, StaleSteps):
             shard.kept = shard.version
         ends: dict[NodeId, bool] = {}  # whether its sum is in the update
         targets: dict[NodeId, None] = {}
-        routes = self.routes_of(shard)
+        routes = self.routes.of(shard.plan.shard)
         for rank in self.members(group):
             route = routes.get(rank, -1)
             if route >= 0:

@@ -64,12 +64,14 @@ class AgentNode(SummingNode):
         data = self.arena.bytes_of(effect.lease)
 
         def job() -> ev.Event:
-            columns = split_sections(data, plan, effect.keys, effect.dtypes)
-            coder.begin({
-                key: [column[s.start : s.start + s.length] for s in plan.segments]
-                for key, column in columns.items()
-            })  # fmt: skip
-            self.arena.release(effect.lease)
+            try:
+                columns = split_sections(data, plan, effect.keys, effect.dtypes)
+                coder.begin({
+                    key: [column[s.start : s.start + s.length] for s in plan.segments]
+                    for key, column in columns.items()
+                })  # fmt: skip
+            finally:
+                self.arena.release(effect.lease)
             return ev.Stored(effect.shard, 0)
 
         self.run_job(f"starting codes of shard {effect.shard}", job, nbytes=data.numel())
