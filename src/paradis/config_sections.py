@@ -157,6 +157,14 @@ class CommunicationConfig:
         least=4096,
         shared="socket_buffer_bytes",
     )
+    congestion_control: str = key(
+        "auto",
+        WORD,
+        "Of data connections over tcp. auto: cubic where the system says bbr, which leaves links "
+        "idle between the bursts of many connections; otherwise, as with system, the system's.",
+        choices="auto system cubic reno bbr dctcp",
+        shared="congestion_control",
+    )
     same_host: str = key(
         "unix",
         WORD,

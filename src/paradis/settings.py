@@ -25,6 +25,7 @@ class SharedSettings:
 
     Attributes:
         payload_checksum: ``auto`` (on for tcp to another host), ``on`` or ``off``.
+        congestion_control: of TCP: ``auto``, ``system`` or a name of the kernel's.
         same_host: ``unix`` or ``tcp``, the transport between nodes of one host.
         rack_aggregation: ``auto``, ``on`` or ``off``.
         rack_codes: ``forward`` or ``recompress``, what a rack agent does with codes.
@@ -64,6 +65,7 @@ class SharedSettings:
     payload_checksum: str = "auto"
     user_timeout_s: float = 5.0
     socket_buffer_bytes: int = 4 << 20
+    congestion_control: str = "auto"
     same_host: str = "unix"
     rack_aggregation: str = "auto"
     rack_codes: str = "forward"

@@ -19,7 +19,7 @@ KEYS = {
     "communication": "heartbeat_interval failure_timeout rpc_timeout control_interface "
     "data_interface control_address shard_size bucket_size small_tensor contribution_store "
     "straggler_warning sync_timeout join_timeout retry_interval payload_checksum user_timeout "
-    "socket_buffer same_host rack_aggregation rack_codes",
+    "socket_buffer congestion_control same_host rack_aggregation rack_codes",
     "training": "mode staleness staleness_scaling backup_workers overlap watch_views "
     "delay_warmup_steps compression compression_benefit compression_threshold local_reduction "
     "on_early_finish early_update free_gradients detect_value_changes debug_gradients "

@@ -20,6 +20,7 @@ from paradis.observe.metrics import Counters
 from paradis.roles.events import Event, PeerLost, Received
 from paradis.settings import SharedSettings, settings_from
 from paradis.transport.base import LinkConfig, Transport
+from paradis.transport.congestion import choose_congestion_control
 from paradis.transport.sockets import SocketTransport
 from paradis.wire.messages import Beat, ControlMessage, Failed, Join, Refused, Report, Welcome
 
@@ -141,7 +142,11 @@ def make_transports(settings: SharedSettings, *, remote: bool) -> dict[str, Tran
 
     Args:
         remote: peers may be on other hosts: payloads over TCP are checksummed then ("auto").
+
+    Raises:
+        ConfigError: the kernel here does not offer the congestion control asked for.
     """
+    congestion = choose_congestion_control(settings.congestion_control)
     checked = settings.payload_checksum == "on" or (settings.payload_checksum == "auto" and remote)
 
     def config(check: bool) -> LinkConfig:
@@ -149,6 +154,7 @@ def make_transports(settings: SharedSettings, *, remote: bool) -> dict[str, Tran
             connect_timeout_s=settings.rpc_timeout_s,
             user_timeout_ms=int(settings.user_timeout_s * 1000),
             socket_buffer_bytes=settings.socket_buffer_bytes,
+            congestion_control=congestion,
             payload_checksum=check,
         )
 

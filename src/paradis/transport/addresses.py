@@ -110,6 +110,8 @@ def set_options(sock: socket.socket, config: LinkConfig) -> None:
     sock.setsockopt(tcp, socket.TCP_KEEPINTVL, config.keepalive_s)
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, config.user_timeout_ms)
+    if config.congestion_control:
+        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion_control.encode())
 
 
 def set_send_timeout(sock: socket.socket, seconds: float) -> None:

@@ -35,6 +35,7 @@ class LinkConfig:
         keepalive_s: idle seconds before TCP probes the peer.
         socket_buffer_bytes: SO_SNDBUF and SO_RCVBUF; 4 MiB holds one default shard, which arrives
             while the one before is handled.
+        congestion_control: TCP_CONGESTION, a name; empty: the system's.
         queue_bytes_max: bound of a connection's send queue; a full queue is an error, since
             credits keep pushes far below it.
         payload_checksum: add and check an xxh3_64 over each payload.
@@ -45,6 +46,7 @@ class LinkConfig:
     user_timeout_ms: int = 5000
     keepalive_s: int = 2
     socket_buffer_bytes: int = 4 << 20
+    congestion_control: str = ""
     queue_bytes_max: int = 8 << 30
     payload_checksum: bool = False
     limits: Limits = Limits()

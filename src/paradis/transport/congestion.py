@@ -1,0 +1,77 @@
+"""Which TCP congestion control data connections use.
+
+BBR learns a bandwidth for each flow and paces it to that. A worker's flows to several servers pause
+and resume all the time as shards get ready, and while the others pause a flow stays at the share
+that it has learnt: links measured 0.88 full where cubic and reno fill 0.95. It paces by timers,
+which costs processor time, too. So ``auto`` means cubic, else reno, where the system says BBR, and
+otherwise what the system says: cubic on most, dctcp where somebody has set up switches for it.
+
+Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016 (it
+probes over eight round trips); measurements in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Final
+
+from paradis.errors import ConfigError
+
+_AVAILABLE: Final = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+_LONGEST: Final = 16
+"""TCP_CA_NAME_MAX of Linux, bytes."""
+
+
+def choose_congestion_control(setting: str, system: str = "") -> str:
+    """Return the algorithm that data connections of this process ask for; empty: the system's own.
+
+    Args:
+        setting: ``auto``, ``system`` or the name of an algorithm.
+        system: the system's own; empty: ask the kernel.
+
+    Raises:
+        ConfigError: the kernel lacks that algorithm, or does not allow this user to take it.
+    """
+    if setting == "system":
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        if setting != "auto":
+            _take(sock, setting)
+            return setting
+        if not (system or _of(sock)).startswith("bbr"):
+            return ""
+        for name in ("cubic", "reno"):
+            try:
+                _take(sock, name)
+            except ConfigError:
+                continue
+            return name
+    return ""
+
+
+def _of(sock: socket.socket) -> str:
+    found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LONGEST)
+    return found.rstrip(b"\0").decode("ascii")
+
+
+def _take(sock: socket.socket, name: str) -> None:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EPERM):
+            raise
+        raise ConfigError(
+            f"communication.congestion_control = {name} refused by the kernel ({error.strerror}): "
+            f"it has {_read(_AVAILABLE)}, and users may take {_read(_ALLOWED)}; load or allow it "
+            "(net.ipv4.tcp_allowed_congestion_control) on every host, or leave it at auto"
+        ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return "an unknown set"
