@@ -160,7 +160,7 @@ class CommunicationConfig:
     congestion_control: str = key(
         "auto",
         WORD,
-        "Of data connections over tcp. auto: cubic where the system says bbr, which leaves links "
+        "Of data connections over tcp. auto: reno where the system says bbr, which leaves links "
         "idle between the bursts of many connections; otherwise, as with system, the system's.",
         choices="auto system cubic reno bbr dctcp",
         shared="congestion_control",
