@@ -5,7 +5,10 @@ Invariants:
 * the first contribution of a shard to arrive is received into the shard's accumulator, so one
   worker needs no contribution store at all; the sum ends up in the accumulator in any case;
 * store bytes never exceed the bound: a payload without room is received into scratch memory and
-  dropped (credits keep that from happening; a peer that ignores them harms itself).
+  dropped (credits keep that from happening; a peer that ignores them harms itself);
+* free memory is let go only where the bound wants it for a payload that no free memory fits, and
+  fits what is more than half as long: which sizes are in use changes in the course of a step, and
+  memory made anew costs as much as receiving into it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from paradis.runtime.pages import allocate
 
 @dataclass(slots=True)
 class _Lease:
+    """What is leased; ``memory`` is what it is the beginning of."""
+
     buffer: torch.Tensor
-    holders: int
+    memory: torch.Tensor
+    holders: int = 1
     shard: int = -1
 
 
@@ -51,6 +57,10 @@ class Arena:
 
     Args:
         store_bytes_max: bound of leased bytes, accumulators not counted.
+
+    Attributes:
+        memory_bytes: of the store, leased or kept for later; above the bound by less than what is
+            leased, where that lies in memory longer than itself.
     """
 
     def __init__(self, store_bytes_max: int) -> None:
@@ -60,7 +70,7 @@ class Arena:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._free_bytes = 0
+        self.memory_bytes = 0
         self._accumulators: dict[int, _Accumulator] = defaultdict(_Accumulator)
         self._next = 1
         self._scratch = memoryview(bytearray(1 << 16))
@@ -86,11 +96,12 @@ class Arena:
                 if fits and not own.lease and not own.summed:
                     buffer = self._own_buffer(own, nbytes)
                     own.lease = number
-                    return self._lease(_Lease(buffer, 1, accumulator_of), own.view)
+                    return self._lease(_Lease(buffer, buffer, shard=accumulator_of), own.view)
             if self.store_bytes + nbytes > self.store_bytes_max:
                 return Placed(0, (self._scratch_view(nbytes),))
             self._count(nbytes)
-            return self._lease(_Lease(self._take(nbytes), 1))
+            memory = self._take(nbytes)
+            return self._lease(_Lease(memory[:nbytes], memory))
 
     def scratch(self, nbytes: int) -> Placed:
         """Return memory for a payload that nobody wants."""
@@ -104,15 +115,28 @@ class Arena:
         return self._scratch[:nbytes]
 
     def _take(self, nbytes: int) -> torch.Tensor:
-        """Return memory, used before if possible; free memory counts towards the bound."""
-        free = self._free[nbytes]
-        if free:
-            self._free_bytes -= nbytes
-            return free.pop()
-        if self.store_bytes + self._free_bytes > self.store_bytes_max:
-            self._free.clear()
-            self._free_bytes = 0
+        """Return used memory, of less than twice the length, or new memory."""
+        size = nbytes
+        if not self._free[nbytes] and self.memory_bytes + nbytes > self.store_bytes_max:
+            larger = [n for n, free in self._free.items() if free and nbytes < n < 2 * nbytes]
+            if larger:
+                size = min(larger)
+            else:
+                self._let_go(nbytes)
+        if self._free[size]:
+            return self._free[size].pop()
+        self.memory_bytes += nbytes
         return allocate(nbytes)
+
+    def _let_go(self, nbytes: int) -> None:
+        """Let free memory go until so many bytes fit; small ones first, they are of least use."""
+        for size in sorted(self._free):
+            free = self._free[size]
+            while free and self.memory_bytes + nbytes > self.store_bytes_max:
+                free.pop()
+                self.memory_bytes -= size
+            if not free:
+                del self._free[size]
 
     def _count(self, nbytes: int) -> None:
         self.store_bytes += nbytes
@@ -152,8 +176,7 @@ class Arena:
                 self._accumulators[held.shard].lease = 0
             else:
                 self.store_bytes -= held.buffer.numel()
-                self._free_bytes += held.buffer.numel()
-                self._free[held.buffer.numel()].append(held.buffer)
+                self._free[held.memory.numel()].append(held.memory)
 
     def sum_target(self, shard: int, sources: Sequence[int], nbytes: int = 0) -> torch.Tensor:
         """Return the accumulator, uint8 and ``nbytes`` long; keep it until `release_sum`.
@@ -165,8 +188,10 @@ class Arena:
             own = self._accumulators[shard]
             nbytes = nbytes or self._leases[sources[0]].buffer.numel()
             if own.lease and own.lease not in sources:
-                self._leases[own.lease].shard = -1
-                self._count(nbytes)
+                late = self._leases[own.lease]
+                late.shard = -1
+                self._count(late.buffer.numel())
+                self.memory_bytes += late.memory.numel()
                 own.lease, own.buffer = 0, None
             own.summed = True
             return self._own_buffer(own, nbytes)

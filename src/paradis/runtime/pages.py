@@ -26,7 +26,9 @@ def allocate(nbytes: int) -> torch.Tensor:
     """
     if nbytes < HUGE_PAGE_BYTES or _ADVICE is None:
         return torch.empty(nbytes, dtype=torch.uint8)
-    region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)
+    # Shared memory, the default, has huge pages only where the administrator wants it, and a forked
+    # child would write into it.
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(region, dtype=torch.uint8)  # keeps the mapping alive
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
     with contextlib.suppress(OSError):  # a kernel built without huge pages

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paradis.runtime.arena import Arena
 
@@ -76,8 +78,59 @@ def test_free_memory_of_other_sizes_does_not_come_on_top_of_the_bound() -> None:
     arena = Arena(store_bytes_max=100)
     for size in (60, 50, 40, 60):
         arena.release(arena.place(size).lease)
-        assert arena.store_bytes + arena._free_bytes <= 160, "at most one payload above the bound"
+        assert arena.memory_bytes <= 100
     assert arena.store_bytes == 0
+
+
+def test_memory_that_is_somewhat_longer_is_used_before_any_is_made_anew() -> None:
+    """Sizes change in the course of a step; letting all go each time cost a page fault per page."""
+    arena, made = Arena(store_bytes_max=120), set()
+    for step in range(4):
+        for size in (60, 40):
+            leases = [arena.place(size).lease for _ in range(2)]
+            pointers = {arena.bytes_of(lease).data_ptr() for lease in leases}
+            assert all(arena.bytes_of(lease).numel() == size for lease in leases)
+            assert step == 0 or pointers == made
+            made |= pointers
+            for lease in leases:
+                arena.release(lease)
+    assert len(made) == 2
+    assert arena.memory_bytes == 120
+
+
+def test_a_late_code_that_lay_in_the_accumulator_is_counted_as_what_it_is() -> None:
+    arena = Arena(store_bytes_max=64)
+    late = arena.place(2, accumulator_of=1)
+    source = arena.place(2)
+    arena.sum_target(1, (source.lease,), 16)
+    assert arena.store_bytes == arena.memory_bytes == 4
+    arena.release(late.lease)
+    arena.release(source.lease)
+    assert arena.store_bytes == 0
+    assert arena.memory_bytes == 4
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
+def test_memory_stays_within_the_bound_and_no_two_leases_share_any(
+    moves: list[tuple[bool, int]],
+) -> None:
+    arena, held = Arena(store_bytes_max=100), dict[int, int]()
+    for release, number in moves:
+        if release and held:
+            lease = list(held)[number % len(held)]
+            assert set(arena.bytes_of(lease).tolist()) == {lease % 251}
+            arena.release(lease)
+            del held[lease]
+        elif not release:
+            fits = sum(held.values()) + number <= 100
+            placed = arena.place(number)
+            assert bool(placed.lease) == fits
+            if placed.lease:
+                held[placed.lease] = number
+                arena.bytes_of(placed.lease).fill_(placed.lease % 251)
+        assert arena.store_bytes == sum(held.values())
+        assert arena.store_bytes <= arena.memory_bytes
+        assert arena.memory_bytes < 100 + max(1, arena.store_bytes)
 
 
 def test_a_code_leaves_the_accumulator_its_size() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -52,3 +56,27 @@ def test_giving_back_needs_no_c_library_that_can(monkeypatch: pytest.MonkeyPatch
     pages.give_back()
     monkeypatch.setattr(pages.ctypes, "CDLL", lambda _: object())
     pages.give_back()
+
+
+def test_pages_are_huge_where_the_system_has_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("this kernel makes no huge pages")
+    value = allocate(8 << 20).fill_(1)
+    mapping = next(m for m in psutil.Process().memory_maps(grouped=False) if holds(m.addr, value))
+    assert mapping.anonymous >= 8 << 20, "shared memory has none unless the administrator wants it"
+
+
+def holds(addresses: str, value: torch.Tensor) -> bool:
+    start, stop = (int(part, 16) for part in addresses.split("-"))
+    return start <= value.data_ptr() < stop
+
+
+def test_a_forked_child_writes_into_its_own_copy() -> None:
+    value = allocate(3 << 20).fill_(1)
+    child = os.fork()
+    if not child:
+        ctypes.memset(value.data_ptr(), 2, value.numel())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((value == 1).all())
