@@ -6,9 +6,8 @@ Invariants:
   worker needs no contribution store at all; the sum ends up in the accumulator in any case;
 * store bytes never exceed the bound: a payload without room is received into scratch memory and
   dropped (credits keep that from happening; a peer that ignores them harms itself);
-* free memory is let go only where the bound wants it for a payload that no free memory fits, and
-  fits what is more than half as long: which sizes are in use changes in the course of a step, and
-  memory made anew costs as much as receiving into it.
+* the store's memory is a quarter more than the bound, for holes between payloads; what finds no
+  hole even so has memory of its own, as long as it is leased.
 """
 
 from __future__ import annotations
@@ -17,21 +16,25 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from paradis.numerics.memory_order import as_bytes
 from paradis.runtime.pages import allocate
+from paradis.runtime.region import Region
+
+_HOLES: Final = 1.25
+"""Memory of the store, in bounds."""
 
 
 @dataclass(slots=True)
 class _Lease:
-    """What is leased; ``memory`` is what it is the beginning of."""
-
     buffer: torch.Tensor
-    memory: torch.Tensor
     holders: int = 1
     shard: int = -1
+    region: Region | None = None
+    start: int = 0
 
 
 @dataclass(slots=True)
@@ -57,10 +60,6 @@ class Arena:
 
     Args:
         store_bytes_max: bound of leased bytes, accumulators not counted.
-
-    Attributes:
-        memory_bytes: of the store, leased or kept for later; above the bound by less than what is
-            leased, where that lies in memory longer than itself.
     """
 
     def __init__(self, store_bytes_max: int) -> None:
@@ -69,8 +68,7 @@ class Arena:
         self.store_bytes_peak = 0
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self.memory_bytes = 0
+        self._regions: list[Region] = []
         self._accumulators: dict[int, _Accumulator] = defaultdict(_Accumulator)
         self._next = 1
         self._scratch = memoryview(bytearray(1 << 16))
@@ -96,12 +94,11 @@ class Arena:
                 if fits and not own.lease and not own.summed:
                     buffer = self._own_buffer(own, nbytes)
                     own.lease = number
-                    return self._lease(_Lease(buffer, buffer, shard=accumulator_of), own.view)
+                    return self._lease(_Lease(buffer, shard=accumulator_of), own.view)
             if self.store_bytes + nbytes > self.store_bytes_max:
                 return Placed(0, (self._scratch_view(nbytes),))
             self._count(nbytes)
-            memory = self._take(nbytes)
-            return self._lease(_Lease(memory[:nbytes], memory))
+            return self._lease(self._take(nbytes))
 
     def scratch(self, nbytes: int) -> Placed:
         """Return memory for a payload that nobody wants."""
@@ -114,29 +111,15 @@ class Arena:
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
 
-    def _take(self, nbytes: int) -> torch.Tensor:
-        """Return used memory, of less than twice the length, or new memory."""
-        size = nbytes
-        if not self._free[nbytes] and self.memory_bytes + nbytes > self.store_bytes_max:
-            larger = [n for n, free in self._free.items() if free and nbytes < n < 2 * nbytes]
-            if larger:
-                size = min(larger)
-            else:
-                self._let_go(nbytes)
-        if self._free[size]:
-            return self._free[size].pop()
-        self.memory_bytes += nbytes
-        return allocate(nbytes)
-
-    def _let_go(self, nbytes: int) -> None:
-        """Let free memory go until so many bytes fit; small ones first, they are of least use."""
-        for size in sorted(self._free):
-            free = self._free[size]
-            while free and self.memory_bytes + nbytes > self.store_bytes_max:
-                free.pop()
-                self.memory_bytes -= size
-            if not free:
-                del self._free[size]
+    def _take(self, nbytes: int) -> _Lease:
+        for region in self._regions:
+            if (start := region.take(nbytes)) >= 0:
+                return _Lease(region.memory[start : start + nbytes], region=region, start=start)
+        missing = int(_HOLES * self.store_bytes_max) - self.reserved_bytes
+        if missing < nbytes:
+            return _Lease(allocate(nbytes))
+        self._regions.append(Region(missing))  # the first, or the bound has been raised
+        return self._take(nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.store_bytes += nbytes
@@ -176,7 +159,8 @@ class Arena:
                 self._accumulators[held.shard].lease = 0
             else:
                 self.store_bytes -= held.buffer.numel()
-                self._free[held.memory.numel()].append(held.memory)
+                if held.region is not None:
+                    held.region.give(held.start, held.buffer.numel())
 
     def sum_target(self, shard: int, sources: Sequence[int], nbytes: int = 0) -> torch.Tensor:
         """Return the accumulator, uint8 and ``nbytes`` long; keep it until `release_sum`.
@@ -191,7 +175,6 @@ class Arena:
                 late = self._leases[own.lease]
                 late.shard = -1
                 self._count(late.buffer.numel())
-                self.memory_bytes += late.memory.numel()
                 own.lease, own.buffer = 0, None
             own.summed = True
             return self._own_buffer(own, nbytes)
@@ -206,6 +189,11 @@ class Arena:
         """The sum is not needed any more; the accumulator may receive again."""
         with self._lock:
             self._accumulators[shard].summed = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the store's memory; of those never needed so far none are resident."""
+        return sum(region.memory.numel() for region in self._regions)
 
     @property
     def leased(self) -> int:
