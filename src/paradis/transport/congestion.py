@@ -2,10 +2,10 @@
 
 BBR learns a bandwidth for each flow and paces it to that. A worker's flows to several servers pause
 and resume all the time as shards get ready, and while the others pause a flow stays at the share
-that it has learnt: links measured 0.88 full where cubic fills 0.94 and reno 0.97. So ``auto`` means
-reno, else cubic, where the system says BBR, and otherwise what the system says: cubic on most,
-dctcp where somebody has set up switches for it. Reno before cubic, for between machines that stand
-together (round trips below a millisecond) it has what it lost back sooner.
+that it has learnt: BERT-Base at 1 Gbit/s exposed 2.68 s of each step, 2.31 with cubic, 2.17 with
+reno. So ``auto`` means reno, else cubic, where the system says BBR, and otherwise what the system
+says: cubic on most, dctcp where somebody has set up switches for it. Reno before cubic, for between
+machines that stand together (round trips below a millisecond) it has what it lost back sooner.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016 (it
 probes over eight round trips); measurements in docs/benchmarks.md.
@@ -13,7 +13,6 @@ probes over eight round trips); measurements in docs/benchmarks.md.
 
 from __future__ import annotations
 
-import errno
 import socket
 from pathlib import Path
 from typing import Final
@@ -40,17 +39,17 @@ def choose_congestion_control(setting: str, system: str = "") -> str:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         if setting != "auto":
-            _take(sock, setting)
+            if reason := _refusal(sock, setting):
+                raise ConfigError(
+                    f"communication.congestion_control = {setting} refused by the kernel "
+                    f"({reason}): it has {_read(_AVAILABLE)}, and users may take "
+                    f"{_read(_ALLOWED)}; load or allow it on every host "
+                    "(net.ipv4.tcp_allowed_congestion_control), or leave it at auto"
+                )
             return setting
         if not (system or _of(sock)).startswith("bbr"):
             return ""
-        for name in ("reno", "cubic"):
-            try:
-                _take(sock, name)
-            except ConfigError:
-                continue
-            return name
-    return ""
+        return next((name for name in ("reno", "cubic") if not _refusal(sock, name)), "")
 
 
 def _of(sock: socket.socket) -> str:
@@ -58,17 +57,13 @@ def _of(sock: socket.socket) -> str:
     return found.rstrip(b"\0").decode("ascii")
 
 
-def _take(sock: socket.socket, name: str) -> None:
+def _refusal(sock: socket.socket, name: str) -> str:
+    """Make a socket use an algorithm; return why it cannot, or nothing."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EPERM):
-            raise
-        raise ConfigError(
-            f"communication.congestion_control = {name} refused by the kernel ({error.strerror}): "
-            f"it has {_read(_AVAILABLE)}, and users may take {_read(_ALLOWED)}; load or allow it "
-            "(net.ipv4.tcp_allowed_congestion_control) on every host, or leave it at auto"
-        ) from error
+        return error.strerror or str(error)
+    return ""
 
 
 def _read(path: Path) -> str:
